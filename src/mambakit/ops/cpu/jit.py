@@ -1,0 +1,219 @@
+"""How the CPU kernels are compiled, fed and spread over cores.
+
+Kernels see flat C-contiguous arrays and offsets, never strided ones: LLVM vectorizes a loop only when
+it knows that neighbours in the loop are neighbours in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Lanes a task works on at once: long enough to hide the loop's set-up, short enough for the state to stay in L1/L2.
+CHANNEL_BLOCK = 256
+
+
+def kernel(function: Function) -> Function:
+    """Compile without the GIL. Multiply-adds may fuse; sums keep their order."""
+    return _compile(function, {"contract", "nsz", "arcp"})
+
+
+def reduction_kernel(function: Function) -> Function:
+    """As `kernel`, but sums may be reordered into vector lanes. `exp` must not be used here: it would be rewritten."""
+    return _compile(function, {"contract", "nsz", "arcp", "reassoc"})
+
+
+def _compile(function: Function, fastmath: set[str]) -> Function:
+    options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to cache in is writable: compile anew in each process
+        return njit(**options)(function)
+
+
+@intrinsic
+def _times_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
+    """significand * 2^k, where `shifted` is k + 1.5 * 2^23 and so holds k in its low mantissa bits."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        i32 = ir.IntType(32)
+        bits, exponent = (builder.bitcast(argument, i32) for argument in arguments)
+        moved = builder.shl(exponent, ir.Constant(i32, 23))
+        return builder.bitcast(builder.add(bits, moved), ir.FloatType())
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def _clamp(_typing: Any, value: Any, low: Any, high: Any) -> Any:
+    """min(max(value, low), high) as two vector instructions; NaN passes through."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        value, low, high = arguments
+        raised = builder.select(builder.fcmp_ordered("<", value, low), low, value)
+        return builder.select(builder.fcmp_ordered(">", raised, high), high, raised)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+def exp2(x: float) -> float:
+    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7 (one part in 2^-126 below x = -126)."""
+    return float(2.0**x)
+
+
+@overload(exp2, inline="always")
+def _exp2_of(x: Any) -> Any:
+    if x == types.float32:
+        return _exp2_float32
+    return _exp2_float64
+
+
+def _exp2_float32(x: Any) -> Any:
+    x = _clamp(x, np.float32(-126.0), np.float32(127.0))
+    shifted = x + np.float32(12582912.0)  # 1.5 * 2^23: rounds to the nearest integer
+    r = x - (shifted - np.float32(12582912.0))
+    # 2^r = 1 + r * q(r) on [-1/2, 1/2], relative error 2e-9; the fit keeps 2^0 = 1 exactly.
+    q = np.float32(0.00015353362018280813)
+    q = q * r + np.float32(0.0013398874465348487)
+    q = q * r + np.float32(0.00961843735767754)
+    q = q * r + np.float32(0.05550332471011027)
+    q = q * r + np.float32(0.24022647913626385)
+    q = q * r + np.float32(0.6931472028551089)
+    return _times_power_of_two(q * r + np.float32(1.0), shifted)
+
+
+def _exp2_float64(x: Any) -> Any:
+    return math.exp(x * 0.6931471805599453)
+
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+@overload(sigmoid, inline="always")
+def _sigmoid_of(x: Any) -> Any:
+    if x == types.float32:
+        return _sigmoid_float32
+    return _sigmoid_float64
+
+
+def _sigmoid_float32(x: Any) -> Any:
+    return np.float32(1.0) / (np.float32(1.0) + exp2(x * np.float32(-1.4426950408889634)))
+
+
+def _sigmoid_float64(x: Any) -> Any:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int]:
+    """A (..., C) tensor as (flat array, distance between rows), copied only when its strides leave no choice.
+
+    Row r is flat[r * distance : r * distance + C].
+    """
+    tensor = tensor.detach().to(dtype)
+    if not _rows_are_even(tensor):
+        tensor = tensor.contiguous()
+    channels = tensor.shape[-1]
+    rows = tensor.numel() // max(channels, 1)
+    distance = tensor.stride(-2) if tensor.dim() > 1 and rows > 1 else channels
+    extent = (rows - 1) * distance + channels
+    return tensor.as_strided((extent,), (1,)).numpy(), distance
+
+
+def _rows_are_even(tensor: Tensor) -> bool:
+    """Whether all leading dimensions step through memory as one, and channels are neighbours."""
+    if tensor.numel() == 0 or tensor.stride(-1) != 1:
+        return tensor.is_contiguous()
+    expected = None
+    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return tensor.dim() < 2 or tensor.shape[-2] > 1 or tensor.is_contiguous()
+
+
+def array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
+    """A tensor as a contiguous array of `dtype`; shares memory where it can."""
+    return tensor.detach().to(dtype).contiguous().numpy()
+
+
+def for_each(work: Callable[[int], None], count: int) -> None:
+    """work(0) … work(count - 1) on torch.get_num_threads() threads. Tasks never depend on which thread has them."""
+    threads = min(torch.get_num_threads(), count)
+    numbers = itertools.count()  # next() is atomic: threads draw tasks until none is left
+    errors: list[BaseException] = []
+
+    def draw() -> None:
+        try:
+            while (i := next(numbers)) < count:
+                work(i)
+        except BaseException as error:  # must not escape into a thread that has no Python frame to catch it
+            errors.append(error)
+
+    if threads <= 1:
+        draw()
+    else:
+        _team()(draw, threads)
+    if errors:
+        raise errors[0]
+
+
+@functools.cache
+def _team() -> Callable[[Callable[[], None], int], None]:
+    """How to run one function on many threads at once: torch's own OpenMP threads where they can be had.
+
+    After each of torch's operators its OpenMP threads spin for milliseconds, waiting for the next one, and
+    a second pool would share the cores with them: measured, it made two threads no faster than one.
+    """
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel  # torch loads its OpenMP runtime with global symbols
+    except (AttributeError, OSError, TypeError):
+        return _on_pool
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    parallel.argtypes = [callback, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+
+    def on_openmp(function: Callable[[], None], threads: int) -> None:
+        parallel(callback(lambda _: function()), None, threads, 0)
+
+    return on_openmp
+
+
+def _on_pool(function: Callable[[], None], threads: int) -> None:
+    others = [_pool(os.getpid(), threads).submit(function) for _ in range(threads - 1)]
+    function()
+    for other in others:
+        other.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
+    """Keyed by process, since threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="mambakit")
+
+
+def blocks(size: int, width: int = CHANNEL_BLOCK) -> Sequence[tuple[int, int]]:
+    """[begin, end) ranges of at most `width` that cover range(size)."""
+    return [(begin, min(begin + width, size)) for begin in range(0, size, width)]

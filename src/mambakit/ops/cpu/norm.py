@@ -1,0 +1,167 @@
+"""RMS norm on a CPU: one pass over a row of groups while it lies in cache. A task is a fixed number of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .jit import array, blocks, flat, for_each, kernel, reduction_kernel, sigmoid
+
+ROWS = 64
+
+
+@reduction_kernel
+def _dot(a: Any, b: Any) -> Any:
+    total = a.dtype.type(0)
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
+
+
+@kernel
+def _gated(values: Any, gate: Any, out: Any) -> None:
+    """out = values silu(gate)."""
+    for i in range(values.size):
+        out[i] = values[i] * gate[i] * sigmoid(gate[i])
+
+
+@kernel
+def _gated_backward(values: Any, gate: Any, dout: Any, dvalues: Any, dgate: Any) -> None:
+    for i in range(values.size):
+        s = sigmoid(gate[i])
+        silu = gate[i] * s
+        dgate[i] = dout[i] * values[i] * (s + silu - silu * s)
+        dvalues[i] = dout[i] * silu
+
+
+@kernel
+def _scaled(values: Any, scale: Any, weight: Any, out: Any) -> None:
+    for i in range(values.size):
+        out[i] = values[i] * scale * weight[i]
+
+
+@kernel
+def _forward_rows(
+    x: Any, x_step: Any, residual: Any, residual_step: Any, weight: Any, gate: Any, gate_step: Any, eps: Any,
+    group: Any, gate_last: Any, out: Any, total: Any, begin: Any, end: Any,
+) -> None:  # fmt: skip
+    channels = out.shape[1]
+    values = np.empty(channels, out.dtype)
+    for row in range(begin, end):
+        values[:] = x[row * x_step : row * x_step + channels]
+        if residual.size > 0:
+            old = residual[row * residual_step : row * residual_step + channels]
+            for i in range(channels):
+                values[i] += old[i]
+            total[row] = values
+        gates = gate[row * gate_step : row * gate_step + channels]
+        if gate.size > 0 and not gate_last:
+            _gated(values, gates, values)
+        for first in range(0, channels, group):
+            part = values[first : first + group]
+            scale = part.dtype.type(1) / np.sqrt(_dot(part, part) / part.dtype.type(group) + eps)
+            _scaled(part, scale, weight[first : first + group], out[row, first : first + group])
+        if gate.size > 0 and gate_last:
+            _gated(out[row], gates, out[row])
+
+
+@kernel
+def _normalize_backward(values: Any, scale: Any, weight: Any, dy: Any, dweight: Any, dvalues: Any, eps: Any) -> None:
+    """dvalues = scale (dy weight - values scale^2 mean(dy weight values)); dweight += dy values scale."""
+    for i in range(values.size):
+        dvalues[i] = dy[i] * weight[i]
+    mean = _dot(dvalues, values) / values.dtype.type(values.size)
+    for i in range(values.size):
+        dweight[i] += dy[i] * values[i] * scale
+        dvalues[i] = scale * (dvalues[i] - values[i] * (scale * scale * mean))
+
+
+@kernel
+def _backward_rows(
+    total: Any, total_step: Any, weight: Any, gate: Any, gate_step: Any, eps: Any, group: Any, gate_last: Any,
+    dout: Any, dtotal: Any, dvalues: Any, dgate: Any, dweight: Any, block: Any, begin: Any, end: Any,
+) -> None:  # fmt: skip
+    """dvalues (rows, C) receives the gradient of x + residual, dweight (blocks, C) this block's part."""
+    channels = dvalues.shape[1]
+    inner = np.empty(channels, dvalues.dtype)
+    dy = np.empty(channels, dvalues.dtype)
+    dweight[block] = 0
+    for row in range(begin, end):
+        values = total[row * total_step : row * total_step + channels]
+        gates = gate[row * gate_step : row * gate_step + channels]
+        inner[:] = values
+        if gate.size > 0 and not gate_last:
+            _gated(values, gates, inner)
+        for first in range(0, channels, group):
+            last = first + group
+            part = inner[first:last]
+            scale = part.dtype.type(1) / np.sqrt(_dot(part, part) / part.dtype.type(group) + eps)
+            dy_part = dy[first:last]
+            if gate.size > 0 and gate_last:
+                _scaled(part, scale, weight[first:last], dy_part)  # the norm's output, for the gate's gradient
+                _gated_backward(dy_part, gates[first:last], dout[row, first:last], dy_part, dgate[row, first:last])
+            else:
+                dy_part[:] = dout[row, first:last]
+            _normalize_backward(
+                part, scale, weight[first:last], dy_part, dweight[block, first:last], dvalues[row, first:last], eps
+            )
+        if gate.size > 0 and not gate_last:
+            _gated_backward(values, gates, dvalues[row], dvalues[row], dgate[row])
+        if dtotal.size > 0:
+            for i in range(channels):
+                dvalues[row, i] += dtotal[row, i]
+
+
+def _common(
+    weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool, channels: int,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Weight, gate and settings as the kernels take them; an absent gate is an empty array."""
+    scale = weight if weight is not None else torch.ones(channels)
+    typed_eps = array(torch.tensor(eps, dtype=dtype), dtype)[()]
+    return array(scale, dtype), *_flat_or_empty(gate, dtype), typed_eps, group, gate_last
+
+
+def _flat_or_empty(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Any, int]:
+    return flat(tensor, dtype) if tensor is not None else (array(torch.empty(0), dtype), 0)
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
+    group: int, gate_last: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, x + residual) in `dtype`, both of x's shape; the second is empty without a residual."""
+    channels = x.shape[-1]
+    y = torch.empty(x.shape, dtype=dtype)
+    total = torch.empty(x.shape if residual is not None else (0, channels), dtype=dtype)
+    arguments = (
+        *flat(x, dtype), *_flat_or_empty(residual, dtype),
+        *_common(weight, eps, gate, group, gate_last, channels, dtype),
+        y.view(-1, channels).numpy(), total.view(-1, channels).numpy(),
+    )  # fmt: skip
+    ranges = blocks(x.numel() // channels, ROWS)
+    for_each(lambda task: _forward_rows(*arguments, *ranges[task]), len(ranges))
+    return y, total
+
+
+def backward(
+    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
+    group: int, gate_last: bool, dy: Tensor, dtotal: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(gradient of total = x + residual, of weight, of gate) in `dtype`; the last is empty without a gate."""
+    channels = total.shape[-1]
+    ranges = blocks(total.numel() // channels, ROWS)
+    dvalues = torch.empty(total.shape, dtype=dtype)
+    dgate = torch.empty(total.shape if gate is not None else (0, channels), dtype=dtype)
+    dweight = torch.empty(len(ranges), channels, dtype=dtype)
+    upstream = dtotal if dtotal is not None else torch.empty(0, channels)
+    arguments = (
+        *flat(total, dtype), *_common(weight, eps, gate, group, gate_last, channels, dtype),
+        array(dy, dtype).reshape(-1, channels), array(upstream, dtype).reshape(-1, channels),
+        dvalues.view(-1, channels).numpy(), dgate.view(-1, channels).numpy(), dweight.numpy(),
+    )  # fmt: skip
+    for_each(lambda task: _backward_rows(*arguments, task, *ranges[task]), len(ranges))
+    return dvalues, dweight.sum(0), dgate

@@ -1,0 +1,156 @@
+"""RMS norm, with the residual sum before it and a gate on either side of it.
+
+    s = x + residual                      (the new residual, in the residual's dtype)
+    y = rms(s silu(gate)) weight          rms(v) = v / sqrt(mean over the group of v^2 + eps)
+    y = rms(s) weight silu(gate)          with norm_before_gate
+
+The mean runs over groups of `group_size` channels, or over all of them. Sizes: x, residual, gate (..., D);
+weight (D). Everything is computed in fp32 (fp64 for fp64 inputs). Saved for backward: the inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import dispatch
+from .autograd import empty_gradients, gradients, only_given
+from .checks import Sizes, compute_dtype
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, *, eps: float, residual: None = None, gate: Tensor | None = None,
+    group_size: int | None = None, norm_before_gate: bool = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, *, eps: float, residual: Tensor, gate: Tensor | None = None,
+    group_size: int | None = None, norm_before_gate: bool = False,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y in x's dtype, or (y, new residual) when a residual is given."""
+    channels = x.shape[-1] if x.dim() else 0
+    group = _check(x, weight, eps, residual, gate, group_size, channels)
+    if dispatch.choose("rms_norm", x.device) == "reference":
+        return rms_norm_reference(
+            x, weight, eps=eps, residual=residual, gate=gate, group_size=group, norm_before_gate=norm_before_gate
+        )
+    y, total = _norm(x, weight, eps, residual, gate, group, norm_before_gate)
+    return y if residual is None else (y, total)
+
+
+def _check(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
+    group_size: int | None, channels: int,
+) -> int:  # fmt: skip
+    """The group size, once the arguments fit each other."""
+    letters = " ".join([*(f"b{i}" for i in range(x.dim() - 1)), "D"])
+    sizes = Sizes("rms_norm")("x", x, letters)("weight", weight, "D")
+    sizes("residual", residual, letters)("gate", gate, letters).at_least_one("D")
+    if not eps >= 0:
+        raise ValueError(f"rms_norm: eps={eps}; need a number of at least 0, such as 1e-5")
+    group = channels if group_size is None else group_size
+    if group < 1 or channels % group:
+        raise ValueError(f"rms_norm: group_size={group} does not divide the {channels} channels of x")
+    return group
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The formula above, line by line."""
+    dtype = compute_dtype(x)
+    total = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
+    y = total
+    if gate is not None and not norm_before_gate:
+        y = y * F.silu(gate.to(dtype))
+    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
+    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if gate is not None and norm_before_gate:
+        y = y * F.silu(gate.to(dtype))
+    y = y.to(x.dtype)
+    return y if residual is None else (y, total.to(residual.dtype))
+
+
+@torch.library.custom_op("mambakit::rms_norm", mutates_args=(), device_types="cpu")
+def _norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
+    group: int, norm_before_gate: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, new residual; empty without a residual)."""
+    from .cpu import norm as kernels
+
+    y, total = kernels.forward(x, weight, eps, residual, gate, group, norm_before_gate, compute_dtype(x))
+    return y.to(x.dtype), total.to(residual.dtype) if residual is not None else total
+
+
+@_norm.register_fake
+def _norm_fake(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(0, x.shape[-1], dtype=compute_dtype(x)) if residual is None else residual.new_empty(x.shape)
+    return x.new_empty(x.shape), total
+
+
+@torch.library.custom_op("mambakit::rms_norm_backward", mutates_args=(), device_types="cpu")
+def _norm_backward(
+    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
+    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of x + residual (in the compute dtype), weight and gate."""
+    from .cpu import norm as kernels
+
+    dvalues, dweight, dgate = kernels.backward(
+        total, weight, eps, gate, group, norm_before_gate, dy, dtotal, compute_dtype(total)
+    )
+    return [dvalues, *gradients([dvalues, dweight, dgate], [dvalues, weight, gate])[1:]]
+
+
+@_norm_backward.register_fake
+def _norm_backward_fake(
+    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, *_: object
+) -> list[Tensor]:
+    return empty_gradients([total.new_empty(total.shape, dtype=compute_dtype(total)), weight, gate])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.eps, residual, gate, ctx.group, ctx.norm_before_gate = inputs
+    ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
+    ctx.set_materialize_grads(False)
+    # The sum stands for both its terms, and is kept by the next norm anyway.
+    ctx.save_for_backward(x if residual is None else output[1], weight, gate)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    total, weight, gate = ctx.saved_tensors
+    dy = dy if dy is not None else torch.zeros_like(total)
+    dtotal = dtotal if ctx.residual_dtype is not None else None
+    grads = _norm_backward(total, weight, ctx.eps, gate, ctx.group, ctx.norm_before_gate, dy, dtotal)
+    dweight, dgate = only_given(grads[1:], [weight, gate])
+    dresidual = grads[0].to(ctx.residual_dtype) if ctx.residual_dtype is not None else None
+    return grads[0].to(ctx.x_dtype), dweight, None, dresidual, dgate, None, None
+
+
+_norm.register_autograd(_differentiate, setup_context=_save)

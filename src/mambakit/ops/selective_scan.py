@@ -1,0 +1,233 @@
+"""Selective scan, the recurrence of Mamba-1.
+
+For each channel d and state n, with dt_t = softplus(dt_t + dt_bias):
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        (h_{t-1} = 0 where a document begins)
+    y_t = sum_n C_t h_t + D x_t,  times silu(z_t) when a gate z is given
+
+Sizes: x, dt, z (B, L, D); A (D, N); B, C (B, L, N); D, dt_bias (D); state (B, D, N).
+States and sums are fp32 (fp64 for fp64 inputs). Saved for backward: the inputs, and the state every few
+steps; everything else is recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import dispatch
+from .autograd import empty_gradients, gradients, only_given
+from .checks import Sizes, check_documents, compute_dtype, document_starts
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The scan over whole rows: (y (B, L, D) in x's dtype, final state (B, D, N) in fp32)."""
+    sizes = Sizes("selective_scan")("x", x, "B L D")("dt", dt, "B L D")("A", A, "D N")("B", B, "B L N")
+    sizes("C", C, "B L N")("D", D, "D")("z", z, "B L D")("dt_bias", dt_bias, "D")
+    sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B D N")
+    sizes.at_least_one("B", "L", "D", "N")
+    check_documents("selective_scan", doc_ids)
+    if dispatch.choose("selective_scan", x.device) == "reference":
+        return selective_scan_reference(
+            x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, doc_ids=doc_ids, initial_state=initial_state
+        )
+    y, final_state, _ = _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state)
+    return y, final_state
+
+
+def selective_scan_step(
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """One token: x, dt, z (B, D), B, C (B, N), state (B, D, N) -> (y (B, D), new state)."""
+    sizes = Sizes("selective_scan_step")("x", x, "B D")("state", state, "B D N")("dt", dt, "B D")("A", A, "D N")
+    sizes("B", B, "B N")("C", C, "B N")("D", D, "D")("z", z, "B D")("dt_bias", dt_bias, "D")
+    sizes.at_least_one("B", "D", "N")
+    dtype = compute_dtype(x)
+    xs, As, Bs, Cs = x.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
+    state = torch.exp(steps[..., None] * As) * state.to(dtype) + (steps * xs)[..., None] * Bs[:, None, :]  # (B, D, N)
+    y = (state * Cs[:, None, :]).sum(-1)  # (B, D)
+    if D is not None:
+        y = y + D.to(dtype) * xs
+    if z is not None:
+        y = y * F.silu(z.to(dtype))
+    return y.to(x.dtype), state
+
+
+def positive_dt(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dtype: torch.dtype) -> Tensor:
+    """softplus(dt + dt_bias) in the compute dtype; either part may be switched off."""
+    dt = dt.to(dtype)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dtype)
+    return F.softplus(dt) if dt_softplus else dt
+
+
+def selective_scan_reference(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is written above, one step of time after the other."""
+    dtype = compute_dtype(x)
+    starts = document_starts("selective_scan", doc_ids)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
+    xs, As, Bs, Cs = x.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
+    if initial_state is None:
+        state = xs.new_zeros(x.shape[0], *A.shape)  # (B, D, N)
+    else:
+        state = initial_state.to(dtype)
+    outputs = []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            state = torch.where(starts[:, t, None, None], torch.zeros_like(state), state)
+        decay = torch.exp(steps[:, t, :, None] * As)
+        state = decay * state + (steps[:, t] * xs[:, t])[..., None] * Bs[:, t, None, :]
+        outputs.append((state * Cs[:, t, None, :]).sum(-1))  # (B, D)
+    y = torch.stack(outputs, dim=1)
+    if D is not None:
+        y = y + D.to(dtype) * xs
+    if z is not None:
+        y = y * F.silu(z.to(dtype))
+    return y.to(x.dtype), state
+
+
+@torch.library.custom_op("mambakit::selective_scan", mutates_args=(), device_types="cpu")
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, final state, states kept for backward)."""
+    from .cpu import selective_scan as kernels
+
+    dtype = compute_dtype(x)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
+    starts = document_starts("selective_scan", doc_ids)
+    y, final_state, kept = kernels.forward(x, steps, A, B, C, D, z, starts, initial_state, dtype)
+    return y.to(x.dtype), final_state, kept
+
+
+@_scan.register_fake
+def _scan_fake(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    from .cpu.selective_scan import INTERVAL
+
+    batch, length, channels = x.shape
+    num_states, dtype = A.shape[1], compute_dtype(x)
+    kept = x.new_empty(batch, -(-length // INTERVAL), num_states, channels, dtype=dtype)
+    return x.new_empty(x.shape), x.new_empty(batch, channels, num_states, dtype=dtype), kept
+
+
+@torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=(), device_types="cpu")
+def _scan_backward(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+    kept: Tensor,
+    dy: Tensor,
+    dfinal_state: Tensor,
+) -> list[Tensor]:
+    """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the argument is absent."""
+    from .cpu import selective_scan as kernels
+
+    dtype = compute_dtype(x)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
+    starts = document_starts("selective_scan", doc_ids)
+    dx, ddt, dA, dB, dC, dD, dz, dstate = kernels.backward(
+        x, steps, A, B, C, D, z, starts, kept, dy, dfinal_state, dtype
+    )
+    if dt_softplus:
+        ddt *= -torch.expm1(-steps)  # softplus' = 1 - exp(-softplus)
+    ddt_bias = ddt.sum((0, 1)) if dt_bias is not None else None
+    return gradients([dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dstate], [x, dt, A, B, C, D, z, dt_bias, initial_state])
+
+
+@_scan_backward.register_fake
+def _scan_backward_fake(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+    *_: object,
+) -> list[Tensor]:
+    return empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.dt_softplus, doc_ids, initial_state = inputs
+    kept = output[2]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(kept)
+    ctx.save_for_backward(*tensors, doc_ids, initial_state, kept)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    *tensors, doc_ids, initial_state, kept = ctx.saved_tensors
+    x, A = tensors[0], tensors[2]
+    if dy is None:
+        dy = torch.zeros_like(x)
+    if dfinal_state is None:
+        dfinal_state = kept.new_zeros(x.shape[0], *A.shape)
+    grads = _scan_backward(*tensors, ctx.dt_softplus, doc_ids, initial_state, kept, dy, dfinal_state)
+    *dtensors, dinitial_state = only_given(grads, [*tensors, initial_state])
+    return *dtensors, None, None, dinitial_state
+
+
+_scan.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,270 @@
+"""State-space duality, the recurrence of Mamba-2.
+
+For each head h, with dt_t = clamp(softplus(dt_t + dt_bias), dt_limit):
+
+    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T       S is (P, N); S_{t-1} = 0 where a document begins
+    y_t = S_t C_t + D x_t
+
+Sizes: x (B, L, H, P); dt (B, L, H); A, dt_bias (H); B, C (B, L, G, N), each group shared by H/G heads;
+D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inputs).
+
+The fast path cuts time into chunks and turns the recurrence into matrix products (ops/cpu/ssd.py). Saved for
+backward: the inputs; decays, chunk states and the rest are recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .autograd import empty_gradients, gradients, only_given
+from .checks import Sizes, check_documents, compute_dtype, document_starts
+from .selective_scan import positive_dt
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    chunk_size: int | None = None,
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence over whole rows: (y (B, L, H, P) in x's dtype, final state (B, H, P, N) in fp32).
+
+    `chunk_size` steers speed and memory alone; None lets the kernel choose.
+    """
+    sizes = Sizes("ssd")("x", x, "B L H P")("dt", dt, "B L H")("A", A, "H")("B", B, "B L G N")("C", C, "B L G N")
+    sizes("D", D, "H P" if D is not None and D.dim() == 2 else "H")("dt_bias", dt_bias, "H")
+    sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B H P N")
+    sizes.at_least_one("B", "L", "H", "P", "G", "N")
+    _check_heads("ssd", sizes)
+    check_documents("ssd", doc_ids)
+    low, high = _check_limit("ssd", dt_limit)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"ssd: chunk_size={chunk_size}; need at least 1, or None to let the kernel choose")
+    if dispatch.choose("ssd", x.device, portable=True) == "reference":
+        return ssd_reference(
+            x, dt, A, B, C, D, dt_bias,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
+        )  # fmt: skip
+    return _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+
+
+def ssd_step(
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Tensor, Tensor]:
+    """One token: x (B, H, P), dt (B, H), B, C (B, G, N), state (B, H, P, N) -> (y (B, H, P), new state)."""
+    sizes = Sizes("ssd_step")("x", x, "B H P")("state", state, "B H P N")("dt", dt, "B H")("A", A, "H")
+    sizes("B", B, "B G N")("C", C, "B G N")("dt_bias", dt_bias, "H")
+    sizes("D", D, "H P" if D is not None and D.dim() == 2 else "H").at_least_one("B", "H", "P", "G", "N")
+    _check_heads("ssd_step", sizes)
+    _check_limit("ssd_step", dt_limit)
+    dtype = compute_dtype(x)
+    steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    y, state = _advance(x.to(dtype), steps, A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype))
+    if D is not None:
+        y = y + _per_channel(D, dtype) * x.to(dtype)
+    return y.to(x.dtype), state
+
+
+def _check_heads(op: str, sizes: Sizes) -> None:
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(f"{op}: the {sizes['H']} heads of x cannot be shared by the {sizes['G']} groups of B")
+
+
+def _check_limit(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+    low, high = dt_limit
+    if not low <= high:
+        raise ValueError(f"{op}: dt_limit={dt_limit}; need (lowest, highest) with lowest <= highest")
+    return float(low), float(high)
+
+
+def limited_dt(
+    dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], dtype: torch.dtype
+) -> Tensor:
+    """clamp(softplus(dt + dt_bias), dt_limit) in the compute dtype."""
+    return positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
+
+
+def _per_channel(D: Tensor, dtype: torch.dtype) -> Tensor:
+    """D as (H, 1) or (H, P), to multiply (..., H, P)."""
+    return D.to(dtype) if D.dim() == 2 else D.to(dtype)[:, None]
+
+
+def _advance(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of the recurrence without D: (y (B, H, P), state (B, H, P, N))."""
+    share = x.shape[1] // B.shape[1]
+    B, C = (t.repeat_interleave(share, dim=1)[:, :, None, :] for t in (B, C))  # (B, H, 1, N)
+    state = torch.exp(dt * A)[..., None, None] * state + (dt[..., None] * x)[..., None] * B
+    return (state * C).sum(-1), state
+
+
+def ssd_reference(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is written above, one step of time after the other."""
+    dtype = compute_dtype(x)
+    starts = document_starts("ssd", doc_ids)
+    steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    xs, As, Bs, Cs = x.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
+    if initial_state is None:
+        state = xs.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])  # (B, H, P, N)
+    else:
+        state = initial_state.to(dtype)
+    outputs = []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            state = torch.where(starts[:, t, None, None, None], torch.zeros_like(state), state)
+        y_t, state = _advance(xs[:, t], steps[:, t], As, Bs[:, t], Cs[:, t], state)
+        outputs.append(y_t)
+    y = torch.stack(outputs, dim=1)
+    if D is not None:
+        y = y + _per_channel(D, dtype) * xs
+    return y.to(x.dtype), state
+
+
+@torch.library.custom_op("mambakit::ssd", mutates_args=())
+def _ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_low: float,
+    dt_high: float,
+    chunk_size: int | None,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    from .cpu import ssd as kernels
+
+    dtype = compute_dtype(x)
+    steps = limited_dt(dt, dt_bias, dt_softplus, (dt_low, dt_high), dtype)
+    starts = document_starts("ssd", doc_ids)
+    y, final_state = kernels.forward(x, steps, A, B, C, starts, initial_state, chunk_size, dtype)
+    if D is not None:
+        y += _per_channel(D, dtype) * x.to(dtype)
+    return y.to(x.dtype), final_state
+
+
+@_ssd.register_fake
+def _ssd_fake(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    batch, _length, heads, head_dim = x.shape
+    return x.new_empty(x.shape), x.new_empty(batch, heads, head_dim, B.shape[-1], dtype=compute_dtype(x))
+
+
+@torch.library.custom_op("mambakit::ssd_backward", mutates_args=())
+def _ssd_backward(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_low: float,
+    dt_high: float,
+    chunk_size: int | None,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of x, dt, A, B, C, D, dt_bias, initial_state; empty where the argument is absent."""
+    from .cpu import ssd as kernels
+
+    dtype = compute_dtype(x)
+    softplus = positive_dt(dt, dt_bias, dt_softplus, dtype)
+    steps = softplus.clamp(dt_low, dt_high)
+    starts = document_starts("ssd", doc_ids)
+    xs, dys = x.to(dtype), dy.to(dtype)
+    dD = None
+    if D is not None:
+        dD = (dys * xs).sum((0, 1) if D.dim() == 2 else (0, 1, 3))
+    dx, ddt, dA, dB, dC, dinitial_state = kernels.backward(
+        xs, steps, A, B, C, starts, initial_state, chunk_size, dys, dfinal_state, dtype
+    )
+    if D is not None:
+        dx += _per_channel(D, dtype) * dys
+    ddt *= (softplus >= dt_low) & (softplus <= dt_high)
+    if dt_softplus:
+        ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
+    ddt_bias = ddt.sum((0, 1)) if dt_bias is not None else None
+    return gradients(
+        [dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state], [x, dt, A, B, C, D, dt_bias, initial_state]
+    )
+
+
+@_ssd_backward.register_fake
+def _ssd_backward_fake(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_low: float,
+    dt_high: float,
+    chunk_size: int | None,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+    *_: object,
+) -> list[Tensor]:
+    return empty_gradients([x, dt, A, B, C, D, dt_bias, initial_state])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, dt_softplus, dt_low, dt_high, chunk_size, doc_ids, initial_state = inputs
+    ctx.options = dt_softplus, dt_low, dt_high, chunk_size
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, doc_ids, initial_state)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, doc_ids, initial_state = ctx.saved_tensors
+    dy = dy if dy is not None else torch.zeros_like(tensors[0])
+    grads = _ssd_backward(*tensors, *ctx.options, doc_ids, initial_state, dy, dfinal_state)
+    *dtensors, dinitial_state = only_given(grads, [*tensors, initial_state])
+    return *dtensors, None, None, None, None, None, dinitial_state
+
+
+_ssd.register_autograd(_differentiate, setup_context=_save)
