@@ -54,12 +54,15 @@ def ssd(
     low, high = _check_limit("ssd", dt_limit)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"ssd: chunk_size={chunk_size}; need at least 1, or None to let the kernel choose")
-    if dispatch.choose("ssd", x.device, portable=True) == "reference":
+    if dispatch.choose("ssd", x.device) == "reference":
         return ssd_reference(
             x, dt, A, B, C, D, dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
         )  # fmt: skip
-    return _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+    y, final_state, _ = _ssd(
+        x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state
+    )
+    return y, final_state
 
 
 def ssd_step(
@@ -156,7 +159,7 @@ def ssd_reference(
     return y.to(x.dtype), state
 
 
-@torch.library.custom_op("mambakit::ssd", mutates_args=())
+@torch.library.custom_op("mambakit::ssd", mutates_args=(), device_types="cpu")
 def _ssd(
     x: Tensor,
     dt: Tensor,
@@ -171,25 +174,42 @@ def _ssd(
     chunk_size: int | None,
     doc_ids: Tensor | None,
     initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, final state, states kept for backward)."""
     from .cpu import ssd as kernels
 
     dtype = compute_dtype(x)
     steps = limited_dt(dt, dt_bias, dt_softplus, (dt_low, dt_high), dtype)
     starts = document_starts("ssd", doc_ids)
-    y, final_state = kernels.forward(x, steps, A, B, C, starts, initial_state, chunk_size, dtype)
+    y, final_state, kept = kernels.forward(x, steps, A, B, C, starts, initial_state, chunk_size, dtype)
     if D is not None:
-        y += _per_channel(D, dtype) * x.to(dtype)
-    return y.to(x.dtype), final_state
+        y.addcmul_(_per_channel(D, dtype), x.to(dtype))
+    return y.to(x.dtype), final_state, kept
 
 
 @_ssd.register_fake
-def _ssd_fake(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, _length, heads, head_dim = x.shape
-    return x.new_empty(x.shape), x.new_empty(batch, heads, head_dim, B.shape[-1], dtype=compute_dtype(x))
+def _ssd_fake(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_low: float,
+    dt_high: float,
+    chunk_size: int | None,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .cpu.ssd import kept_shape
+
+    dtype = compute_dtype(x)
+    final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
+    return x.new_empty(x.shape), final_state, x.new_empty(kept_shape(x, B, chunk_size), dtype=dtype)
 
 
-@torch.library.custom_op("mambakit::ssd_backward", mutates_args=())
+@torch.library.custom_op("mambakit::ssd_backward", mutates_args=(), device_types="cpu")
 def _ssd_backward(
     x: Tensor,
     dt: Tensor,
@@ -204,6 +224,7 @@ def _ssd_backward(
     chunk_size: int | None,
     doc_ids: Tensor | None,
     initial_state: Tensor | None,
+    kept: Tensor,
     dy: Tensor,
     dfinal_state: Tensor | None,
 ) -> list[Tensor]:
@@ -219,10 +240,10 @@ def _ssd_backward(
     if D is not None:
         dD = (dys * xs).sum((0, 1) if D.dim() == 2 else (0, 1, 3))
     dx, ddt, dA, dB, dC, dinitial_state = kernels.backward(
-        xs, steps, A, B, C, starts, initial_state, chunk_size, dys, dfinal_state, dtype
+        xs, steps, A, B, C, starts, kept, chunk_size, dys, dfinal_state, dtype
     )
     if D is not None:
-        dx += _per_channel(D, dtype) * dys
+        dx.addcmul_(_per_channel(D, dtype), dys)
     ddt *= (softplus >= dt_low) & (softplus <= dt_high)
     if dt_softplus:
         ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
@@ -252,17 +273,19 @@ def _ssd_backward_fake(
     return empty_gradients([x, dt, A, B, C, D, dt_bias, initial_state])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, dt_softplus, dt_low, dt_high, chunk_size, doc_ids, initial_state = inputs
+    kept = output[2]
     ctx.options = dt_softplus, dt_low, dt_high, chunk_size
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, doc_ids, initial_state)
+    ctx.mark_non_differentiable(kept)
+    ctx.save_for_backward(*tensors, doc_ids, initial_state, kept)
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, doc_ids, initial_state = ctx.saved_tensors
+def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    *tensors, doc_ids, initial_state, kept = ctx.saved_tensors
     dy = dy if dy is not None else torch.zeros_like(tensors[0])
-    grads = _ssd_backward(*tensors, *ctx.options, doc_ids, initial_state, dy, dfinal_state)
+    grads = _ssd_backward(*tensors, *ctx.options, doc_ids, initial_state, kept, dy, dfinal_state)
     *dtensors, dinitial_state = only_given(grads, [*tensors, initial_state])
     return *dtensors, None, None, None, None, None, dinitial_state
 

@@ -1,8 +1,7 @@
 """Causal convolution on a CPU: one pass forward, one backward, vectorized over channels.
 
-A task is one row and one block of channels. `window` below is what the output at time t sees: min(W - 1, tokens
-since the document began), so taps never reach over a boundary. Taps lie as (W, D), the newest last. The arrays
-`padded` are (B, W - 1 + L, D): the initial state, then x.
+A task is one row and one block of channels. The output at time t sees min(W - 1, tokens since the document began)
+earlier inputs, so taps never reach over a boundary. Taps lie as (W, D), the newest last.
 """
 
 from __future__ import annotations
@@ -13,13 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import array, blocks, flat, for_each, kernel, sigmoid
+from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, sigmoid
 
 
 @kernel
 def _add_product(total: Any, a: Any, b: Any) -> None:
     for i in range(total.size):
         total[i] += a[i] * b[i]
+
+
+@kernel
+def _sum_four_products(
+    total: Any, bias: Any, a0: Any, b0: Any, a1: Any, b1: Any, a2: Any, b2: Any, a3: Any, b3: Any
+) -> None:
+    for i in range(total.size):
+        total[i] = bias[i] + a0[i] * b0[i] + a1[i] * b1[i] + a2[i] * b2[i] + a3[i] * b3[i]
 
 
 @kernel
@@ -59,17 +66,36 @@ def _windows(starts: Any, row: Any, length: Any, longest: Any) -> Any:
 
 
 @kernel
+def _convolve(
+    y: Any, x: Any, x_step: Any, taps: Any, bias: Any, state: Any, window: Any, row: Any, length: Any, t: Any,
+    begin: Any, end: Any,
+) -> None:  # fmt: skip
+    """y = bias + taps x at time t, before the activation."""
+    last = taps.shape[0] - 1
+    if window == 3 and t >= 3:
+        _sum_four_products(
+            y, bias[begin:end], taps[last - 3, begin:end], _input(x, x_step, state, row, length, t - 3, begin, end),
+            taps[last - 2, begin:end], _input(x, x_step, state, row, length, t - 2, begin, end),
+            taps[last - 1, begin:end], _input(x, x_step, state, row, length, t - 1, begin, end),
+            taps[last, begin:end], _input(x, x_step, state, row, length, t, begin, end),
+        )  # fmt: skip
+    else:
+        copy_to(y, bias[begin:end])
+        for back in range(window + 1):
+            _add_product(y, taps[last - back, begin:end], _input(x, x_step, state, row, length, t - back, begin, end))
+
+
+@kernel
 def _forward_block(
     x: Any, x_step: Any, taps: Any, bias: Any, state: Any, starts: Any, silu: Any, out: Any,
     row: Any, begin: Any, end: Any,
 ) -> None:  # fmt: skip
-    length, longest = out.shape[1], taps.shape[0] - 1
-    windows = _windows(starts, row, length, longest)
+    length = out.shape[1]
+    x, taps, bias, state, out = borrowed(x), borrowed(taps), borrowed(bias), borrowed(state), borrowed(out)
+    windows = _windows(starts, row, length, taps.shape[0] - 1)
     for t in range(length):
         y = out[row, t, begin:end]
-        y[:] = bias[begin:end]
-        for back in range(windows[t] + 1):
-            _add_product(y, taps[longest - back, begin:end], _input(x, x_step, state, row, length, t - back, begin, end))
+        _convolve(y, x, x_step, taps, bias, state, windows[t], row, length, t, begin, end)
         if silu:
             _silu(y)
 
@@ -80,29 +106,27 @@ def _backward_block(
     dx: Any, dtaps: Any, dbias: Any, dstate: Any, row: Any, begin: Any, end: Any,
 ) -> None:  # fmt: skip
     """dx and dstate enter as the gradients through the final state; dtaps (B, W, D) and dbias (B, D) as zeros."""
-    length, longest = dout.shape[1], taps.shape[0] - 1
-    windows = _windows(starts, row, length, longest)
+    length, last = dout.shape[1], taps.shape[0] - 1
+    x, taps, bias, state, dout = borrowed(x), borrowed(taps), borrowed(bias), borrowed(state), borrowed(dout)
+    dx, dtaps, dbias, dstate = borrowed(dx), borrowed(dtaps), borrowed(dbias), borrowed(dstate)
+    windows = _windows(starts, row, length, last)
     dy = np.empty(end - begin, dout.dtype)
+    dbias_row = dbias[row, begin:end]
     for t in range(length):
         if silu:
-            dy[:] = bias[begin:end]
-            for back in range(windows[t] + 1):
-                _add_product(
-                    dy, taps[longest - back, begin:end], _input(x, x_step, state, row, length, t - back, begin, end)
-                )
+            _convolve(dy, x, x_step, taps, bias, state, windows[t], row, length, t, begin, end)
             _silu_backward(dy, dout[row, t, begin:end])
         else:
-            dy[:] = dout[row, t, begin:end]
-        dbias_row = dbias[row, begin:end]
+            copy_to(dy, dout[row, t, begin:end])
         for i in range(dy.size):
             dbias_row[i] += dy[i]
         for back in range(windows[t] + 1):
             seen = _input(x, x_step, state, row, length, t - back, begin, end)
-            _add_product(dtaps[row, longest - back, begin:end], seen, dy)
+            _add_product(dtaps[row, last - back, begin:end], seen, dy)
             if t >= back:
-                _add_product(dx[row, t - back, begin:end], taps[longest - back, begin:end], dy)
+                _add_product(dx[row, t - back, begin:end], taps[last - back, begin:end], dy)
             else:
-                _add_product(dstate[row, longest + t - back, begin:end], taps[longest - back, begin:end], dy)
+                _add_product(dstate[row, last + t - back, begin:end], taps[last - back, begin:end], dy)
 
 
 def _arguments(

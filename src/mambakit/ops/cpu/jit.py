@@ -71,6 +71,20 @@ def _clamp(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
+@intrinsic
+def borrowed(_typing: Any, array: Any) -> Any:
+    """The same array without ownership. Slicing an owned array counts references atomically, once per slice, and
+    threads that slice the same array wait for each other; the caller holds the arrays anyway."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        view.meminfo = context.get_constant_null(types.MemInfoPointer(signature.args[0].dtype))
+        view.parent = context.get_constant_null(types.pyobject)
+        return view._getvalue()
+
+    return array(array), codegen
+
+
 def exp2(x: float) -> float:
     """2^x. In fp32 a vectorizable polynomial of relative error 1e-7 (one part in 2^-126 below x = -126)."""
     return float(2.0**x)
@@ -99,6 +113,13 @@ def _exp2_float32(x: Any) -> Any:
 
 def _exp2_float64(x: Any) -> Any:
     return math.exp(x * 0.6931471805599453)
+
+
+@kernel
+def copy_to(out: Any, values: Any) -> None:
+    """out[:] = values, for short arrays that do not overlap, where numba's own assignment is slow."""
+    for i in range(out.size):
+        out[i] = values[i]
 
 
 LOG2_E = math.log2(math.e)

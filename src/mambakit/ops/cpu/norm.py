@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import array, blocks, flat, for_each, kernel, reduction_kernel, sigmoid
+from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, reduction_kernel, sigmoid
 
 ROWS = 64
 
@@ -21,20 +21,30 @@ def _dot(a: Any, b: Any) -> Any:
     return total
 
 
+# An array is passed once, never twice under two names: where two arguments overlap, LLVM's loop is not vectorized.
+
+
 @kernel
-def _gated(values: Any, gate: Any, out: Any) -> None:
-    """out = values silu(gate)."""
+def _gate(values: Any, gate: Any) -> None:
+    """values *= silu(gate)."""
     for i in range(values.size):
-        out[i] = values[i] * gate[i] * sigmoid(gate[i])
+        values[i] = values[i] * gate[i] * sigmoid(gate[i])
 
 
 @kernel
-def _gated_backward(values: Any, gate: Any, dout: Any, dvalues: Any, dgate: Any) -> None:
+def _gate_backward(values: Any, gate: Any, grad: Any, dgate: Any) -> None:
+    """grad enters as the gradient of values silu(gate) and leaves as that of values."""
     for i in range(values.size):
         s = sigmoid(gate[i])
         silu = gate[i] * s
-        dgate[i] = dout[i] * values[i] * (s + silu - silu * s)
-        dvalues[i] = dout[i] * silu
+        dgate[i] = grad[i] * values[i] * (s + silu - silu * s)
+        grad[i] = grad[i] * silu
+
+
+@kernel
+def _add(a: Any, b: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = a[i] + b[i]
 
 
 @kernel
@@ -49,27 +59,29 @@ def _forward_rows(
     group: Any, gate_last: Any, out: Any, total: Any, begin: Any, end: Any,
 ) -> None:  # fmt: skip
     channels = out.shape[1]
+    x, residual, weight, gate = borrowed(x), borrowed(residual), borrowed(weight), borrowed(gate)
+    out, total = borrowed(out), borrowed(total)
     values = np.empty(channels, out.dtype)
     for row in range(begin, end):
-        values[:] = x[row * x_step : row * x_step + channels]
+        x_row = x[row * x_step : row * x_step + channels]
         if residual.size > 0:
-            old = residual[row * residual_step : row * residual_step + channels]
-            for i in range(channels):
-                values[i] += old[i]
-            total[row] = values
+            _add(x_row, residual[row * residual_step : row * residual_step + channels], values)
+            copy_to(total[row], values)
+        else:
+            copy_to(values, x_row)
         gates = gate[row * gate_step : row * gate_step + channels]
         if gate.size > 0 and not gate_last:
-            _gated(values, gates, values)
+            _gate(values, gates)
         for first in range(0, channels, group):
             part = values[first : first + group]
             scale = part.dtype.type(1) / np.sqrt(_dot(part, part) / part.dtype.type(group) + eps)
             _scaled(part, scale, weight[first : first + group], out[row, first : first + group])
         if gate.size > 0 and gate_last:
-            _gated(out[row], gates, out[row])
+            _gate(out[row], gates)
 
 
 @kernel
-def _normalize_backward(values: Any, scale: Any, weight: Any, dy: Any, dweight: Any, dvalues: Any, eps: Any) -> None:
+def _normalize_backward(values: Any, scale: Any, weight: Any, dy: Any, dweight: Any, dvalues: Any) -> None:
     """dvalues = scale (dy weight - values scale^2 mean(dy weight values)); dweight += dy values scale."""
     for i in range(values.size):
         dvalues[i] = dy[i] * weight[i]
@@ -86,33 +98,38 @@ def _backward_rows(
 ) -> None:  # fmt: skip
     """dvalues (rows, C) receives the gradient of x + residual, dweight (blocks, C) this block's part."""
     channels = dvalues.shape[1]
+    total, weight, gate, dout, dtotal = (
+        borrowed(total), borrowed(weight), borrowed(gate), borrowed(dout), borrowed(dtotal)
+    )  # fmt: skip
+    dvalues, dgate, dweight = borrowed(dvalues), borrowed(dgate), borrowed(dweight)
     inner = np.empty(channels, dvalues.dtype)
+    normed = np.empty(channels, dvalues.dtype)
     dy = np.empty(channels, dvalues.dtype)
     dweight[block] = 0
     for row in range(begin, end):
         values = total[row * total_step : row * total_step + channels]
         gates = gate[row * gate_step : row * gate_step + channels]
-        inner[:] = values
+        copy_to(inner, values)
         if gate.size > 0 and not gate_last:
-            _gated(values, gates, inner)
+            _gate(inner, gates)
         for first in range(0, channels, group):
             last = first + group
             part = inner[first:last]
             scale = part.dtype.type(1) / np.sqrt(_dot(part, part) / part.dtype.type(group) + eps)
             dy_part = dy[first:last]
+            copy_to(dy_part, dout[row, first:last])
             if gate.size > 0 and gate_last:
-                _scaled(part, scale, weight[first:last], dy_part)  # the norm's output, for the gate's gradient
-                _gated_backward(dy_part, gates[first:last], dout[row, first:last], dy_part, dgate[row, first:last])
-            else:
-                dy_part[:] = dout[row, first:last]
+                normed_part = normed[first:last]
+                _scaled(part, scale, weight[first:last], normed_part)
+                _gate_backward(normed_part, gates[first:last], dy_part, dgate[row, first:last])
             _normalize_backward(
-                part, scale, weight[first:last], dy_part, dweight[block, first:last], dvalues[row, first:last], eps
+                part, scale, weight[first:last], dy_part, dweight[block, first:last], dvalues[row, first:last]
             )
         if gate.size > 0 and not gate_last:
-            _gated_backward(values, gates, dvalues[row], dvalues[row], dgate[row])
+            _gate_backward(values, gates, dvalues[row], dgate[row])
         if dtotal.size > 0:
-            for i in range(channels):
-                dvalues[row, i] += dtotal[row, i]
+            copy_to(inner, dvalues[row])
+            _add(inner, dtotal[row], dvalues[row])
 
 
 def _common(

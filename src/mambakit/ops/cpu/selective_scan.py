@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import LN_2, LOG2_E, array, blocks, exp2, flat, for_each, kernel, reduction_kernel, sigmoid
+from .jit import LN_2, LOG2_E, array, blocks, borrowed, copy_to, exp2, flat, for_each, kernel, reduction_kernel, sigmoid
 
 INTERVAL = 32
 
@@ -90,6 +90,8 @@ def _forward_block(
     """One row, channels [begin, end). states (B, N, D) holds the initial state and receives the final one;
     kept (B, intervals, N, D) receives the state before each interval."""
     length, num_states, width = out.shape[1], A.shape[0], end - begin
+    x, dt, A, B, C, D, z = borrowed(x), borrowed(dt), borrowed(A), borrowed(B), borrowed(C), borrowed(D), borrowed(z)
+    states, kept, out = borrowed(states), borrowed(kept), borrowed(out)
     dtx = np.empty(width, out.dtype)
     state = np.empty((num_states, width), out.dtype)
     state[:] = states[row, :, begin:end]
@@ -121,6 +123,9 @@ def _backward_block(
     """One row, channels [begin, end). dstates (B, N, D) holds the final state's gradient and receives the
     initial state's; dA (B, N, D) and dD (B, D) are this row's parts; dB and dC (B, L, N) this block's."""
     length, num_states, width = dx.shape[1], A.shape[0], end - begin
+    x, dt, A, B, C, D, z = borrowed(x), borrowed(dt), borrowed(A), borrowed(B), borrowed(C), borrowed(D), borrowed(z)
+    kept, dout, dstates, dx, ddt = borrowed(kept), borrowed(dout), borrowed(dstates), borrowed(dx), borrowed(ddt)
+    dA, dB, dC, dD, dz = borrowed(dA), borrowed(dB), borrowed(dC), borrowed(dD), borrowed(dz)
     dtype = dx.dtype
     tile = (num_states, width)
     states = np.empty((INTERVAL + 1, num_states, width), dtype)  # states[k]: before step k of the interval
@@ -163,10 +168,10 @@ def _backward_block(
                 z_t = z[r * z_step + begin : r * z_step + end]
                 _gate_backward(y[k], z_t, dout[row, t, begin:end], dy, dz[row, t, begin:end])
             else:
-                dy[:] = dout[row, t, begin:end]
+                copy_to(dy, dout[row, t, begin:end])
             ddt_t = ddt[row, t, begin:end]
-            ddt_t[:] = 0
-            ddtx[:] = 0
+            copy_to(ddt_t, zeros)
+            copy_to(ddtx, zeros)
             for n in range(num_states):
                 before = zeros if fresh else states[k, n]
                 dB_n, dC_n = _retreat(

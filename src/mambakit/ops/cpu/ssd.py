@@ -1,4 +1,4 @@
-"""SSD as matrix products over chunks of time. Torch operators only, so it runs on any device; tuned on a CPU.
+"""SSD on a CPU: matrix products over chunks of time, and numba for the triangles between them.
 
 Inside a chunk of Q tokens the recurrence is unrolled into a masked (Q, Q) product; between chunks only the state
 travels. With cum_i = sum of dt A from the document's (or chunk's) beginning to i, X = dt x, and S the state that
@@ -7,73 +7,234 @@ enters the chunk:
     y_i   = sum_{j <= i} exp(cum_i - cum_j) (C_i B_j) X_j  +  exp(cum_i) S C_i
     S_out = exp(cum_Q) S  +  sum_j exp(cum_Q - cum_j) X_j B_j^T
 
-Every factor is zero where its two ends lie in different documents, and exponents are masked before exp, so a
-boundary costs nothing but its mask and leaks nothing. States lie as (N, heads x P), so that the products with B and
-C need no transposed copies.
+Every factor is zero where its two ends lie in different documents: `first` says where the document of a token
+begins in its chunk, and nothing before it is looked at. States lie as (N, heads x P), so that the products with B
+and C need no transposed copies.
 
-Sizes in shapes: B batch, c chunks, Q chunk, H heads, G groups, h = H/G heads of a group, P head size, N state.
+Work goes piece by piece, some rows by a span of chunks, small enough for its intermediates to stay in cache. The
+state before each span is kept for backward; everything else is recomputed there.
+
+Sizes in shapes: B rows of a piece, c its chunks, Q chunk, H heads, G groups, h = H/G heads of a group, P head size,
+N state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .jit import LOG2_E, array, borrowed, exp2, for_each, kernel, reduction_kernel
+
 CHUNK = 64
+PIECE = 2**18  # elements of x in a piece: 1 MiB of fp32
 
 
-@dataclass
-class _Chunks:
-    """What forward and backward both need, per chunk; `x` and whatever is like it is (B, c, Q, H, P)."""
+@dataclass(frozen=True)
+class Plan:
+    """How (B, L, H, P) is cut: chunks of even size (65 tokens are two of 33, not 64 and 1), spans of chunks, rows."""
 
+    batch: int
     length: int
-    x: Tensor
-    dt: Tensor  # (B, c, Q, H)
-    B: Tensor  # (B, c, G, Q, N)
-    C: Tensor  # (B, c, G, Q, N)
-    same: Tensor  # (c, Q, Q) or (B, c, Q, Q): True where j <= i and both lie in one document
-    cum: Tensor  # (B, c, Q, H)
-    from_start: Tensor  # (B, c, Q, H): exp(cum_i), zero past the document that enters the chunk
-    to_end: Tensor  # (B, c, Q, H): exp(cum_Q - cum_j), zero before the document that leaves it
-    through: Tensor  # (B, c, H): exp(cum_Q), zero when a document begins inside
-    states: Tensor  # (B, c + 1, G, N, h, P): the state before each chunk, and the final one
+    chunk: int
+    span: int  # tokens
+    rows: int
+
+    @classmethod
+    def of(cls, x: Tensor, chunk_size: int | None) -> Plan:
+        batch, length, heads, head_dim = x.shape
+        chunks = -(-length // (chunk_size or CHUNK))
+        chunk = -(-length // chunks)
+        tokens = max(chunk, PIECE // (heads * head_dim))
+        span = chunk * min(chunks, tokens // chunk)
+        return cls(batch, length, chunk, span, max(1, tokens // span))
 
     @property
-    def heads_per_group(self) -> int:
-        return self.x.shape[3] // self.B.shape[2]
+    def num_spans(self) -> int:
+        return -(-self.length // self.span)
 
-    def chunked(self, tensor: Tensor) -> Tensor:
+    def row_blocks(self) -> Iterator[slice]:
+        for first in range(0, self.batch, self.rows):
+            yield slice(first, first + self.rows)
+
+    def time(self, span: int) -> slice:
+        return slice(span * self.span, min((span + 1) * self.span, self.length))
+
+
+@kernel
+def _cumulate(dA: Any, starts: Any, cum: Any, first: Any) -> None:
+    """cum (B, c, H, Q) from dA (B, c, Q, H), beginning anew with each document; first (B, c, Q)."""
+    rows, chunks, size, heads = dA.shape
+    for b in range(rows):
+        for c in range(chunks):
+            for i in range(size):
+                fresh = i == 0 or (starts.size > 0 and starts[b, c, i])
+                first[b, c, i] = i if fresh else first[b, c, i - 1]
+                for h in range(heads):
+                    cum[b, c, h, i] = dA[b, c, i, h] if fresh else cum[b, c, h, i - 1] + dA[b, c, i, h]
+
+
+@kernel
+def _decay_times(cum_i: Any, cum: Any, products: Any, out: Any) -> None:
+    """out_j = exp(cum_i - cum_j) products_j; cum is scaled by log2(e)."""
+    for j in range(out.size):
+        out[j] = exp2(cum_i - cum[j]) * products[j]
+
+
+@kernel
+def _score(cum: Any, products: Any, first: Any, scores: Any, b: Any, c: Any) -> None:
+    """scores (B, c, H, Q, Q) of one chunk: exp(cum_i - cum_j) C_i B_j for first_i <= j <= i, else zero."""
+    cum, products, scores = borrowed(cum), borrowed(products), borrowed(scores)
+    heads, size = scores.shape[2:4]
+    share = heads // products.shape[2]
+    for h in range(heads):
+        for i in range(size):
+            begin = first[b, c, i]
+            for j in range(begin):
+                scores[b, c, h, i, j] = 0
+            _decay_times(
+                cum[b, c, h, i], cum[b, c, h, begin : i + 1], products[b, c, h // share, i, begin : i + 1],
+                scores[b, c, h, i, begin : i + 1],
+            )  # fmt: skip
+            for j in range(i + 1, size):
+                scores[b, c, h, i, j] = 0
+
+
+@kernel
+def _decay_backward(cum_i: Any, cum: Any, products: Any, dscores: Any, dproducts: Any, between: Any) -> None:
+    """dproducts_j += dscores_j exp(cum_i - cum_j); between_j += dscores_j exp(cum_i - cum_j) products_j."""
+    for j in range(cum.size):
+        through = dscores[j] * exp2(cum_i - cum[j])
+        dproducts[j] += through
+        between[j] += through * products[j]
+
+
+@reduction_kernel
+def _sum(values: Any) -> Any:
+    total = values.dtype.type(0)
+    for i in range(values.size):
+        total += values[i]
+    return total
+
+
+@kernel
+def _score_backward(
+    cum: Any, products: Any, first: Any, dscores: Any, dproducts: Any, ddA: Any, b: Any, c: Any
+) -> None:
+    """dproducts (B, c, G, Q, Q), zero before, and ddA (B, c, H, Q) of one chunk.
+
+    dt A of token k decays all that goes from j < k to i >= k: walking down from the last i, `between` sums what comes
+    from each j. (Row sums minus column sums would give the same, but cancel: in fp32, four digits of A's gradient.)
+    """
+    cum, products, dscores, dproducts = borrowed(cum), borrowed(products), borrowed(dscores), borrowed(dproducts)
+    heads, size = dscores.shape[2:4]
+    share = heads // products.shape[2]
+    between = np.empty(size, dscores.dtype)
+    for h in range(heads):
+        g = h // share
+        for j in range(size):
+            between[j] = 0
+        for i in range(size - 1, -1, -1):
+            begin = first[b, c, i]
+            _decay_backward(
+                cum[b, c, h, i], cum[b, c, h, begin : i + 1], products[b, c, g, i, begin : i + 1],
+                dscores[b, c, h, i, begin : i + 1], dproducts[b, c, g, i, begin : i + 1], between[begin : i + 1],
+            )  # fmt: skip
+            ddA[b, c, h, i] = _sum(between[begin:i])
+
+
+class _Piece:
+    """What forward and backward both need of a piece; what is like x is (B, c, Q, H, P)."""
+
+    def __init__(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, state: Tensor, chunk: int
+    ) -> None:
+        self.length, self.chunk, self.groups = x.shape[1], chunk, B.shape[2]
+        self.heads_per_group = x.shape[2] // self.groups
+        self.x, self.dt = self.chunked(x, state.dtype), self.chunked(dt, state.dtype)  # dt (B, c, Q, H)
+        self.B, self.C = (self.chunked(t, state.dtype).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
+        self.first, self.cum, self.from_start, self.to_end, self.through = self._decays(A, starts)
+        self.leaving = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
+        self.states, self.final_state = self._states(state)
+
+    def chunked(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, L, …) as (B, c, Q, …), padded with zeros at the end."""
-        return _chunked(tensor, self.x.shape[1], self.x.shape[2])
+        missing = -tensor.shape[1] % self.chunk
+        if missing:
+            tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
+        return tensor.to(dtype).unflatten(1, (-1, self.chunk))
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The way back: (B, c, Q, …) as (B, L, …)."""
         return tensor.flatten(1, 2)[:, : self.length]
 
     def by_group(self, tensor: Tensor) -> Tensor:
-        """(B, c, Q, H, P) as (B, c, G, Q, h P)."""
-        return tensor.unflatten(3, (-1, self.heads_per_group)).transpose(2, 3).flatten(4)
+        """(B, c, Q, H, P) as (B, c, G, Q, hP)."""
+        return tensor.unflatten(3, (self.groups, -1)).transpose(2, 3).flatten(4)
 
     def by_token(self, tensor: Tensor) -> Tensor:
-        """The way back: (B, c, G, Q, h P) as (B, c, Q, H, P)."""
+        """The way back: (B, c, G, Q, hP) as (B, c, Q, H, P)."""
         return tensor.unflatten(4, (self.heads_per_group, -1)).transpose(2, 3).flatten(3, 4)
 
+    def _decays(self, A: Tensor, starts: Tensor | None) -> tuple[Tensor, ...]:
+        """first (B, c, Q); cum (B, c, H, Q);
+        from_start (B, c, Q, H): exp(cum_i), zero past the document that enters the chunk;
+        to_end (B, c, Q, H): exp(cum_Q - cum_j), zero before the document that leaves it;
+        through (B, c, H): exp(cum_Q), zero when a document begins inside."""
+        dA = self.dt * A.to(self.dt.dtype)
+        rows, chunks, size, heads = dA.shape
+        cum, first = dA.new_empty(rows, chunks, heads, size), torch.empty(rows, chunks, size, dtype=torch.int64)
+        fresh = self.chunked(starts, torch.bool) if starts is not None else torch.empty(0, 0, 0, dtype=torch.bool)
+        arguments = array(dA, dA.dtype), array(fresh, torch.bool), cum.numpy(), first.numpy()
+        _cumulate(*arguments)
+        by_time = cum.transpose(2, 3)  # (B, c, Q, H)
+        from_start, to_end = by_time.exp(), (by_time[:, :, -1:] - by_time)
+        if starts is not None:
+            entering = (first == 0) & ~fresh[:, :, :1]
+            from_start.masked_fill_(~entering[..., None], 0)
+            to_end.masked_fill_((first != first[:, :, -1:])[..., None], -torch.inf)
+        return first, cum, from_start, to_end.exp_(), from_start[:, :, -1]
+
+    def _states(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The state before each chunk (B, c, G, N, hP), and after the last (B, G, N, hP)."""
+        added = self.B.transpose(-1, -2) @ self.leaving
+        states = torch.empty_like(added)
+        for i in range(states.shape[1]):
+            states[:, i] = state
+            state = self.decayed(state, i).add_(added[:, i])
+        return states, state
+
+    def decayed(self, state: Tensor, i: int) -> Tensor:
+        """A state (B, G, N, hP) carried through chunk i, to which nothing is added."""
+        through = self.through[:, i].unflatten(1, (self.groups, -1))[:, :, None, :, None]  # (B, G, 1, h, 1)
+        return (state.unflatten(3, (self.heads_per_group, -1)) * through).flatten(3)
+
+    def _for_each_chunk(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        rows, chunks = self.cum.shape[:2]
+        for_each(lambda task: function(*arguments, *divmod(task, chunks)), rows * chunks)
+
     def scores(self) -> tuple[Tensor, Tensor]:
-        """(exp(cum_i - cum_j), C_i B_j times that), both (B, c, G, h, Q, Q) and zero where `same` is False."""
-        cum = self.cum.transpose(2, 3)  # (B, c, H, Q)
-        decay = (cum[..., :, None] - cum[..., None, :]).masked_fill_(~self.same.unsqueeze(-3), -torch.inf).exp_()
-        decay = decay.unflatten(2, (-1, self.heads_per_group))
-        return decay, decay * (self.C @ self.B.transpose(-1, -2))[:, :, :, None]
+        """(C_i B_j (B, c, G, Q, Q), that times exp(cum_i - cum_j) (B, c, H, Q, Q), zero unless first_i <= j <= i)."""
+        products = self.C @ self.B.transpose(-1, -2)
+        scores = products.new_empty(*self.cum.shape, self.chunk)
+        arguments = array(self.cum * LOG2_E, products.dtype), products.numpy(), self.first.numpy(), scores.numpy()
+        self._for_each_chunk(_score, arguments)
+        return products, scores
 
-
-def _chunked(tensor: Tensor, chunks: int, size: int) -> Tensor:
-    missing = chunks * size - tensor.shape[1]
-    if missing:
-        tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
-    return tensor.unflatten(1, (chunks, size))
+    def scores_backward(self, products: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor]:
+        """(gradient of C_i B_j (B, c, G, Q, Q), of dt A (B, c, H, Q))."""
+        dproducts, ddA = torch.zeros_like(products), torch.empty_like(self.cum)
+        arguments = (
+            array(self.cum * LOG2_E, products.dtype), products.numpy(), self.first.numpy(), dscores.numpy(),
+            dproducts.numpy(), ddA.numpy(),
+        )  # fmt: skip
+        self._for_each_chunk(_score_backward, arguments)
+        return dproducts, ddA
 
 
 def _head_major(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -84,124 +245,116 @@ def _head_major(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     return torch.mul(moved, scale.transpose(2, 3)[..., None], out=moved.new_empty(moved.shape))
 
 
-def _prepare(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, initial_state: Tensor | None,
-    chunk_size: int | None, dtype: torch.dtype,
-) -> _Chunks:  # fmt: skip
-    length = x.shape[1]
-    chunks = -(-length // (chunk_size or CHUNK))
-    size = -(-length // chunks)  # even chunks: 65 tokens are two of 33, not 64 and 1
-    x, dt, B, C = (_chunked(tensor.to(dtype), chunks, size) for tensor in (x, dt, B, C))
-    B, C = B.transpose(2, 3), C.transpose(2, 3)
-    dA = dt * A.to(dtype)  # (B, c, Q, H)
-    same = torch.ones(size, size, dtype=torch.bool, device=x.device).tril_()
-    if starts is None:
-        cum = dA.cumsum(2)
-        from_start, to_end, through = cum.exp(), (cum[:, :, -1:] - cum).exp(), cum[:, :, -1].exp()
-        same = same.expand(chunks, size, size)
-    else:
-        document = _chunked(starts, chunks, size).cumsum(2)  # (B, c, Q); 0 continues what enters the chunk
-        same = same & (document[..., :, None] == document[..., None, :])
-        cum = same.to(dtype) @ dA
-        outside = torch.tensor(-torch.inf, dtype=dtype, device=x.device)
-        leaves, enters = document == document[:, :, -1:], document == 0
-        from_start = torch.where(enters[..., None], cum, outside).exp()
-        to_end = torch.where(leaves[..., None], cum[:, :, -1:] - cum, outside).exp()
-        through = from_start[:, :, -1]
-    part = _Chunks(length, x, dt, B, C, same, cum, from_start, to_end, through, x)
-    part.states = _states(part, initial_state)
-    return part
+def _flat_state(state: Tensor, groups: int) -> Tensor:
+    """(B, H, P, N) as (B, G, N, hP)."""
+    return state.unflatten(1, (groups, -1)).permute(0, 1, 4, 2, 3).flatten(3)
 
 
-def _states(part: _Chunks, initial_state: Tensor | None) -> Tensor:
-    """The state before each chunk and after the last: (B, c + 1, G, N, h, P)."""
-    batch, chunks, _, heads, head_dim = part.x.shape
-    groups, num_states = part.B.shape[2], part.B.shape[4]
-    added = part.B.transpose(-1, -2) @ part.by_group(part.x * (part.dt * part.to_end)[..., None])  # (B, c, G, N, hP)
-    shape = (batch, groups, num_states, part.heads_per_group, head_dim)
-    states = added.new_empty(batch, chunks + 1, *shape[1:])
-    if initial_state is None:
-        states[:, 0] = 0
-    else:
-        states[:, 0] = initial_state.unflatten(1, (groups, -1)).permute(0, 1, 4, 2, 3)
-    through = part.through.view(batch, chunks, groups, 1, -1, 1)
-    for i in range(chunks):
-        torch.addcmul(added[:, i].view(shape), states[:, i], through[:, i], out=states[:, i + 1])
-    return states
+def _full_state(state: Tensor, heads_per_group: int) -> Tensor:
+    """The way back: (B, G, N, hP) as (B, H, P, N)."""
+    return state.unflatten(3, (heads_per_group, -1)).permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
-def _as_state(tensor: Tensor) -> Tensor:
-    """(B, G, N, h, P) as (B, H, P, N)."""
-    return tensor.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()
+def kept_shape(x: Tensor, B: Tensor, chunk_size: int | None) -> tuple[int, ...]:
+    """Shape of the states kept for backward, (B, spans, G, N, hP)."""
+    groups, num_states = B.shape[2:]
+    return x.shape[0], Plan.of(x, chunk_size).num_spans, groups, num_states, x.shape[2] * x.shape[3] // groups
 
 
 def forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, initial_state: Tensor | None,
     chunk_size: int | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, H, P) without the D term, final state (B, H, P, N)) in `dtype`. dt is already positive."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y (B, L, H, P) without the D term, final state (B, H, P, N), kept states) in `dtype`. dt is already positive."""
+    plan = Plan.of(x, chunk_size)
+    groups = B.shape[2]
+    y = x.new_empty(x.shape, dtype=dtype)
+    kept = x.new_zeros(kept_shape(x, B, chunk_size), dtype=dtype)
+    final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
+    if initial_state is not None:
+        kept[:, 0] = _flat_state(initial_state.to(dtype), groups)
     with torch.autocast(x.device.type, enabled=False):
-        part = _prepare(x, dt, A, B, C, starts, initial_state, chunk_size, dtype)
-        _, scores = part.scores()
-        inside = scores.flatten(2, 3) @ _head_major(part.x, part.dt)  # (B, c, H, Q, P)
-        entered = part.by_token(part.C @ part.states[:, :-1].flatten(4))  # (B, c, Q, H, P)
-        y = torch.addcmul(inside.transpose(2, 3), entered, part.from_start[..., None], out=torch.empty_like(part.x))
-        return part.whole(y).contiguous(), _as_state(part.states[:, -1])
+        for rows in plan.row_blocks():
+            state = kept[rows, 0]
+            for span in range(plan.num_spans):
+                kept[rows, span] = state
+                at = (rows, plan.time(span))
+                piece = _Piece(
+                    x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None, state, plan.chunk
+                )
+                inside = piece.scores()[1] @ _head_major(piece.x, piece.dt)  # (B, c, H, Q, P)
+                entered = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
+                y[at] = piece.whole(torch.addcmul(inside.transpose(2, 3), entered, piece.from_start[..., None]))
+                state = piece.final_state
+            final_state[rows] = _full_state(state, x.shape[2] // groups)
+    return y, final_state, kept
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, initial_state: Tensor | None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, kept: Tensor,
     chunk_size: int | None, dy: Tensor, dfinal_state: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of (x, dt, A, B, C, initial_state) in `dtype`."""
+    plan = Plan.of(x, chunk_size)
+    groups = B.shape[2]
+    dx, ddt, dB, dC = (torch.empty(t.shape, dtype=dtype, device=x.device) for t in (x, dt, B, C))
+    dA = torch.zeros(A.shape, dtype=dtype, device=x.device)
+    dinitial = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
     with torch.autocast(x.device.type, enabled=False):
-        part = _prepare(x, dt, A, B, C, starts, initial_state, chunk_size, dtype)
-        dy = part.chunked(dy.to(dtype))
+        for rows in plan.row_blocks():
+            if dfinal_state is None:
+                dstate = torch.zeros_like(kept[rows, 0])
+            else:
+                dstate = _flat_state(dfinal_state[rows].to(dtype), groups)
+            for span in reversed(range(plan.num_spans)):
+                at = (rows, plan.time(span))
+                piece = _Piece(
+                    x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None,
+                    kept[rows, span], plan.chunk,
+                )  # fmt: skip
+                dx[at], ddt[at], dA_part, dB[at], dC[at], dstate = _backward_piece(piece, A.to(dtype), dy[at], dstate)
+                dA += dA_part
+            dinitial[rows] = _full_state(dstate, piece.heads_per_group)
+    return dx, ddt, dA, dB, dC, dinitial
 
-        # The states' gradients, from the last chunk to the first. dstates[c] is that of the state leaving chunk c.
-        dy_entered = part.by_group(dy * part.from_start[..., None])  # (B, c, G, Q, hP)
-        asked = (part.C.transpose(-1, -2) @ dy_entered).view_as(part.states[:, 1:])
-        dstates = torch.empty_like(asked)
-        dstates[:, -1] = 0
-        if dfinal_state is not None:
-            groups = part.B.shape[2]
-            dstates[:, -1] = dfinal_state.to(dtype).unflatten(1, (groups, -1)).permute(0, 1, 4, 2, 3)
-        through = part.through.view(*part.through.shape[:2], part.B.shape[2], 1, -1, 1)
-        for i in range(asked.shape[1] - 1, 0, -1):
-            torch.addcmul(asked[:, i], dstates[:, i], through[:, i], out=dstates[:, i - 1])
-        dinitial = torch.addcmul(asked[:, 0], dstates[:, 0], through[:, 0])
 
-        # Inside the chunk.
-        decay, scores = part.scores()
-        dy_heads = _head_major(dy)
-        dX = (scores.flatten(2, 3).transpose(-1, -2) @ dy_heads).transpose(2, 3)  # (B, c, Q, H, P)
-        dscores = (dy_heads @ _head_major(part.x, part.dt).transpose(-1, -2)).view_as(decay)
-        between = scores.mul_(dscores).flatten(2, 3)  # (B, c, H, Q, Q): d loss / d (cum_i - cum_j)
-        dCB = dscores.mul_(decay).sum(3)  # (B, c, G, Q, Q)
+def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of (x, dt, A, B, C, the state before the piece) from those of y and of the state after it."""
+    dy = piece.chunked(dy, piece.x.dtype)
 
-        # With the states on either side of it.
-        entered = part.by_token(part.C @ part.states[:, :-1].flatten(4)) * part.from_start[..., None]
-        left = part.by_token(part.B @ dstates.flatten(4)) * part.to_end[..., None]  # (B, c, Q, H, P)
-        dX = torch.add(dX, left, out=torch.empty_like(part.x))
-        leaving = part.by_group(part.x * (part.dt * part.to_end)[..., None])
-        dC = dCB @ part.B + dy_entered @ part.states[:, :-1].flatten(4).transpose(-1, -2)  # (B, c, G, Q, N)
-        dB = dCB.transpose(-1, -2) @ part.C + leaving @ dstates.flatten(4).transpose(-1, -2)
+    # The states' gradients, from the last chunk to the first: dstates[:, c] is that of the state leaving chunk c.
+    dy_entered = piece.by_group(dy * piece.from_start[..., None])  # (B, c, G, Q, hP)
+    asked = piece.C.transpose(-1, -2) @ dy_entered
+    dstates = torch.empty_like(asked)
+    for i in reversed(range(asked.shape[1])):
+        dstates[:, i] = dstate
+        dstate = piece.decayed(dstate, i).add_(asked[:, i])
 
-        # dt A of token k decays whatever passes k: from j < k to i >= k, from the state that enters to i >= k, from
-        # j < k to the state that leaves, and from state to state. (Row sums minus column sums of `between` would be
-        # cheaper, but their difference cancels: 1e-4 of A's gradient was lost in fp32.)
-        size = part.x.shape[2]
-        earlier = torch.ones(size, size, dtype=dtype, device=x.device).tril_(-1)  # (k, j): j < k
-        up_to = earlier.t() + torch.eye(size, dtype=dtype, device=x.device)  # (k, i): k <= i
-        ddA = ((between @ earlier.t()) * up_to.t()).sum(-2).transpose(2, 3)  # (B, c, Q, H)
-        ddA += up_to @ (dy * entered).sum(-1) + earlier @ (part.dt * (part.x * left).sum(-1))
-        passing = (part.states[:, :-1] * dstates).sum((3, 5)).flatten(2) * part.through
-        ddA += passing[:, :, None]
-        dX_x = (dX * part.x).sum(-1)  # (B, c, Q, H)
-        ddt = ddA * A.to(dtype) + dX_x
-        dA = (ddA * part.dt).sum((0, 1, 2))
-        dx = dX.mul_(part.dt[..., None])
-        return (
-            part.whole(dx), part.whole(ddt), dA,
-            part.whole(dB.transpose(2, 3)), part.whole(dC.transpose(2, 3)), _as_state(dinitial),
-        )  # fmt: skip
+    # Inside the chunk.
+    products, scores = piece.scores()
+    dy_heads = _head_major(dy)
+    dX = scores.transpose(-1, -2) @ dy_heads  # (B, c, H, Q, P)
+    dscores = dy_heads @ _head_major(piece.x, piece.dt).transpose(-1, -2)
+    dproducts, ddA = piece.scores_backward(products, dscores)
+
+    # With the states on either side of it.
+    entered = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
+    left = piece.by_token(piece.B @ dstates) * piece.to_end[..., None]
+    dX = dX.transpose(2, 3) + left
+    dC = dproducts @ piece.B + dy_entered @ piece.states.transpose(-1, -2)  # (B, c, G, Q, N)
+    dB = dproducts.transpose(-1, -2) @ piece.C + piece.leaving @ dstates.transpose(-1, -2)
+
+    # dt A of token k also decays what goes from the state that enters to i >= k, from j < k to the state that leaves,
+    # and from state to state.
+    ddA = ddA.transpose(2, 3)  # (B, c, Q, H)
+    earlier = torch.ones(piece.chunk, piece.chunk, dtype=dy.dtype).tril_(-1)  # (k, j): j < k
+    ddA = ddA + (1 - earlier) @ ((dy * entered).sum(-1) * piece.from_start)
+    ddA += earlier @ (piece.dt * (piece.x * left).sum(-1))
+    passing = (piece.states * dstates).sum(3).unflatten(3, (piece.heads_per_group, -1)).sum(-1).flatten(2)
+    ddA += (passing * piece.through)[:, :, None]
+    ddt = ddA * A + (dX * piece.x).sum(-1)
+    dx = dX * piece.dt[..., None]
+    return (
+        piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)),
+        piece.whole(dB.transpose(2, 3)), piece.whole(dC.transpose(2, 3)), dstate,
+    )  # fmt: skip

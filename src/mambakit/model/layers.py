@@ -1,0 +1,72 @@
+"""Pieces that both mixers are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4
+
+
+class KeepsFp32(nn.Module):
+    """A module whose parameters named in `fp32_parameters` are never narrowed below fp32.
+
+    `model.to(torch.bfloat16)` leaves them as they are: decays near 1 are lost in 8 bits of mantissa.
+    """
+
+    fp32_parameters: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        kept = {id(self._parameters[name]) for name in self.fp32_parameters}
+
+        def without_narrowing(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            if id(tensor) in kept and result.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(device=result.device, dtype=torch.float32)
+            return result
+
+        return super()._apply(without_narrowing, recurse)
+
+
+class DtProjection(KeepsFp32, nn.Linear):
+    """The projection to dt. Its bias is not added here: the scan adds it in fp32."""
+
+    fp32_parameters = ("bias",)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
+class NormWeight(nn.Module):
+    """Holds the weight of an RMS norm, which ops.rms_norm computes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+
+def convolution(channels: int, width: int, bias: bool) -> nn.Conv1d:
+    """Holds weight (C, 1, W) and bias of a depthwise convolution, at PyTorch's init; ops.causal_conv1d computes it."""
+    return nn.Conv1d(channels, channels, width, groups=channels, bias=bias)
+
+
+def init_dt_bias_(bias: Tensor) -> None:
+    """softplus(bias) is log-uniform in [DT_MIN, DT_MAX]."""
+    span = math.log(DT_MAX) - math.log(DT_MIN)
+    dt = torch.exp(torch.rand_like(bias) * span + math.log(DT_MIN)).clamp(min=DT_FLOOR)
+    with torch.no_grad():
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+
+def init_linear_(layer: nn.Linear, scale: float = 1.0) -> None:
+    """PyTorch's default weight times `scale`, and a zero bias."""
+    nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
+    with torch.no_grad():
+        layer.weight.mul_(scale)
+        if layer.bias is not None:
+            layer.bias.zero_()

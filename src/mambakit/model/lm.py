@@ -1,0 +1,165 @@
+"""The language model: embedding, blocks of norm and mixer around a residual stream, norm, output layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..config import ModelConfig
+from .layers import NormWeight, init_linear_
+from .mamba1 import Mamba1
+from .mamba2 import Mamba2
+from .state import LayerState, State
+
+EMBEDDING_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass gives: logits, or the loss when targets were given; and the state after the last token."""
+
+    state: State
+    logits: Tensor | None = None  # (B, L, padded vocabulary)
+    loss_sum: Tensor | None = None  # scalar: summed over the counted targets
+    num_targets: Tensor | None = None  # scalar: how many were counted
+
+
+class StepOutput(NamedTuple):
+    logits: Tensor  # (B, padded vocabulary)
+    state: State
+
+
+class Block(nn.Module):
+    """residual + dropout(mixer(norm(residual))), with the sum left to the next norm, which does it in one pass."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.eps, self.dropout = config.norm_eps, config.dropout
+        self.norm = NormWeight(config.d_model)
+        self.mixer: Mamba1 | Mamba2 = Mamba1(config) if config.kind == "mamba1" else Mamba2(config)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor, doc_ids: Tensor | None, state: LayerState | None
+    ) -> tuple[Tensor, Tensor, LayerState]:
+        hidden, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
+        hidden, state = self.mixer(hidden, doc_ids, state)
+        return F.dropout(hidden, self.dropout, self.training), residual, state
+
+    def step(self, hidden: Tensor, residual: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:
+        hidden, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
+        hidden, state = self.mixer.step(hidden, state)
+        return hidden, residual, state
+
+
+class Backbone(nn.Module):
+    """Everything but the output layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm_f = NormWeight(config.d_model)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+
+    def forward(self, tokens: Tensor, doc_ids: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        hidden, residual = self._start(tokens)
+        states = []
+        for i, block in enumerate(self.layers):
+            hidden, residual, layer_state = block(hidden, residual, doc_ids, state.layers[i] if state else None)
+            states.append(layer_state)
+        return self._finish(hidden, residual), State(tuple(states))
+
+    def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
+        hidden, residual = self._start(token)
+        states = []
+        for block, layer_state in zip(self.layers, state.layers, strict=True):
+            assert isinstance(block, Block)
+            hidden, residual, new_state = block.step(hidden, residual, layer_state)
+            states.append(new_state)
+        return self._finish(hidden, residual), State(tuple(states))
+
+    def _start(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The embedding as the first summand, and an empty residual stream."""
+        hidden = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
+        wide = torch.promote_types(hidden.dtype, torch.float32) if self.config.residual_in_fp32 else hidden.dtype
+        return hidden, torch.zeros_like(hidden, dtype=wide)
+
+    def _finish(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        hidden, _ = ops.rms_norm(hidden, self.norm_f.weight, eps=self.config.norm_eps, residual=residual)
+        return hidden
+
+
+class MambaLM(nn.Module):
+    """A Mamba or Mamba-2 language model. Parameters are named as state-spaces names them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = Backbone(config)
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+        else:
+            init_linear_(self.lm_head)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        doc_ids: Tensor | None = None,
+        state: State | None = None,
+        targets: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Output:
+        """tokens (B, L) -> logits (B, L, V); or, given `targets` (B, L), their summed loss without holding logits.
+
+        `targets` are already shifted: targets[:, t] is what should follow tokens[:, t]. `loss_mask` (B, L) says which
+        of them count. `doc_ids` (B, L) int32 keeps the documents of a row apart. `state` is what an earlier call
+        returned, for text that goes on.
+        """
+        self._check(tokens, 2, state)
+        if targets is None and loss_mask is not None:
+            raise ValueError("MambaLM: loss_mask was given without targets; give both, or neither")
+        hidden, state = self.backbone(tokens, doc_ids, state)
+        if targets is None:
+            return Output(state, logits=self.lm_head(hidden))
+        loss_sum, num_targets = ops.linear_cross_entropy(hidden, self.lm_head.weight, targets, loss_mask=loss_mask)
+        return Output(state, loss_sum=loss_sum, num_targets=num_targets)
+
+    def step(self, token: Tensor, state: State | None = None) -> StepOutput:
+        """token (B) -> (logits (B, V), state): one step of decoding."""
+        self._check(token, 1, state)
+        hidden, state = self.backbone.step(token, state or self.initial_state(token.shape[0]))
+        return StepOutput(self.lm_head(hidden), state)
+
+    def initial_state(self, batch_size: int) -> State:
+        """The memory before any text."""
+        blocks = [block for block in self.backbone.layers if isinstance(block, Block)]
+        return State(tuple(block.mixer.initial_state(batch_size) for block in blocks))
+
+    def _check(self, tokens: Tensor, dims: int, state: State | None) -> None:
+        rows = self.config.padded_vocab_size
+        shape = "(B, L)" if dims == 2 else "(B,)"
+        if tokens.dim() != dims or tokens.is_floating_point() or tokens.numel() == 0:
+            dtype = str(tokens.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"MambaLM: tokens has shape {tuple(tokens.shape)} and dtype {dtype}; need integer token ids {shape}"
+            )
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= rows:
+                raise ValueError(
+                    f"MambaLM: tokens holds {low if low < 0 else high}, outside the vocabulary 0…{rows - 1}; "
+                    "was the text tokenized with this model's tokenizer?"
+                )
+        if state is not None and (len(state.layers), state.batch_size) != (self.config.num_layers, tokens.shape[0]):
+            raise ValueError(
+                f"MambaLM: state has {len(state.layers)} layers and {state.batch_size} rows; "
+                f"need {self.config.num_layers} layers and {tokens.shape[0]} rows"
+            )

@@ -1,0 +1,103 @@
+"""The Mamba-2 mixer: heads of P channels share one decay, which makes the recurrence matrix products.
+
+    z, xBC, dt = in_proj(hidden);  x, B, C = silu(conv(xBC));  y = ssd(x, dt, A, B, C, D);  out_proj(norm(y silu(z)))
+
+| here | paper | |
+| --- | --- | --- |
+| A_log (H) | A = -exp(A_log) | how fast each head forgets |
+| dt (B, L, H) | Δ | how long the step is, per token and head |
+| B, C (B, L, G, N) | B, C (keys, queries) | what enters the state, and what is read of it; shared by a group's heads |
+| x (B, L, H, P) | X (values) | what is written |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..config import ModelConfig
+from .layers import KeepsFp32, NormWeight, convolution, init_dt_bias_, init_linear_
+from .state import LayerState
+
+A_RANGE = (1.0, 16.0)
+
+
+class Mamba2(KeepsFp32):
+    fp32_parameters = ("dt_bias", "A_log", "D")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner, heads = config.d_inner, config.num_heads
+        # in_proj's output, by name: z gates, xBC goes through the convolution, dt is one number per head.
+        self.segments = {"z": inner, "xBC": config.conv_channels, "dt": heads}
+        self.in_proj = nn.Linear(config.d_model, sum(self.segments.values()), bias=config.bias)
+        self.conv1d = convolution(config.conv_channels, config.conv_width, config.conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = NormWeight(inner)
+        self.out_proj = nn.Linear(inner, config.d_model, bias=config.bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init_linear_(self.in_proj)
+        self.conv1d.reset_parameters()
+        init_dt_bias_(self.dt_bias)
+        self.A_log.copy_(torch.empty_like(self.A_log).uniform_(*A_RANGE).log())
+        self.D.fill_(1)
+        self.norm.weight.fill_(1)
+        init_linear_(self.out_proj, scale=self.config.num_layers**-0.5)
+
+    def forward(
+        self, hidden: Tensor, doc_ids: Tensor | None = None, state: LayerState | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
+        z, xBC, dt = self.in_proj(hidden).split(list(self.segments.values()), dim=-1)
+        xBC, conv_state = ops.causal_conv1d(
+            xBC, self.conv1d.weight.squeeze(1), self.conv1d.bias,
+            doc_ids=doc_ids, initial_state=state.conv if state else None,
+        )  # fmt: skip
+        x, B, C = self._heads(xBC)
+        y, ssm_state = ops.ssd(
+            x, dt, self._A(), B, C, self.D, self.dt_bias,
+            dt_limit=self.config.dt_limit, chunk_size=self.config.chunk_size,
+            doc_ids=doc_ids, initial_state=state.ssm if state else None,
+        )  # fmt: skip
+        return self._gated_out(y, z), LayerState(conv_state, ssm_state)
+
+    def step(self, hidden: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """One token: hidden (B, d_model)."""
+        z, xBC, dt = self.in_proj(hidden).split(list(self.segments.values()), dim=-1)
+        xBC, conv_state = ops.causal_conv1d_step(xBC, state.conv, self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        x, B, C = self._heads(xBC)
+        y, ssm_state = ops.ssd_step(
+            x, state.ssm, dt, self._A(), B, C, self.D, self.dt_bias, dt_limit=self.config.dt_limit
+        )
+        return self._gated_out(y, z), LayerState(conv_state, ssm_state)
+
+    def _A(self) -> Tensor:
+        return -torch.exp(self.A_log)
+
+    def _heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (…, H, P), B and C (…, G, N)."""
+        groups, states = self.config.num_groups, self.config.state_size
+        x, B, C = xBC.split([self.config.d_inner, groups * states, groups * states], dim=-1)
+        heads = x.unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        return heads, B.unflatten(-1, (groups, states)), C.unflatten(-1, (groups, states))
+
+    def _gated_out(self, y: Tensor, z: Tensor) -> Tensor:
+        config = self.config
+        group_size = config.d_inner // config.num_groups if config.gated_norm == "group" else config.d_inner
+        y = y.flatten(-2)  # (…, H P)
+        return self.out_proj(ops.rms_norm(y, self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size))
+
+    def initial_state(self, batch_size: int) -> LayerState:
+        """The memory before any text: zeros."""
+        config = self.config
+        return LayerState(
+            self.in_proj.weight.new_zeros(batch_size, config.conv_width - 1, config.conv_channels),
+            self.A_log.new_zeros(batch_size, config.num_heads, config.head_dim, config.state_size),
+        )

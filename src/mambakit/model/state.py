@@ -1,0 +1,35 @@
+"""What a model remembers between two pieces of text: its whole memory of the past, of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer's memory."""
+
+    conv: Tensor  # (B, W-1, channels): the convolution's last inputs
+    ssm: Tensor  # (B, D, N) for mamba1, (B, H, P, N) for mamba2; fp32
+
+
+@dataclass(frozen=True)
+class State:
+    """The memory of all layers, row by row of the batch."""
+
+    layers: tuple[LayerState, ...]
+
+    @property
+    def batch_size(self) -> int:
+        return self.layers[0].conv.shape[0]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        """The state with a function applied to each tensor, for example `state.map(lambda t: t[:2])`."""
+        return State(tuple(LayerState(function(layer.conv), function(layer.ssm)) for layer in self.layers))
+
+    def detach(self) -> State:
+        """The same memory without its history, so that no gradient flows into the text before."""
+        return self.map(Tensor.detach)

@@ -1,0 +1,44 @@
+"""Models, as data. docs/models.md has the exact parameter count of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# state-spaces trained with GPT-NeoX's tokenizer: 50,277 ids in use, embedding rows rounded up.
+_MAMBA1: dict[str, Any] = {"kind": "mamba1", "vocab_size": 50277, "vocab_multiple": 8}
+_MAMBA2: dict[str, Any] = {"kind": "mamba2", "vocab_size": 50277, "vocab_multiple": 16}
+# House sizes, at the vocabulary of GPT-2's tokenizer.
+_HOUSE: dict[str, Any] = {"kind": "mamba1", "vocab_size": 50257, "vocab_multiple": 8}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {**_HOUSE, "d_model": 512, "num_layers": 8},
+    "medium": {**_HOUSE, "d_model": 768, "num_layers": 12},
+    "large": {**_HOUSE, "d_model": 1024, "num_layers": 24},
+    "mamba-130m": {**_MAMBA1, "d_model": 768, "num_layers": 24},
+    "mamba-370m": {**_MAMBA1, "d_model": 1024, "num_layers": 48},
+    "mamba-790m": {**_MAMBA1, "d_model": 1536, "num_layers": 48},
+    "mamba-1.4b": {**_MAMBA1, "d_model": 2048, "num_layers": 48},
+    "mamba-2.8b": {**_MAMBA1, "d_model": 2560, "num_layers": 64},
+    "falcon-mamba-7b": {
+        "kind": "mamba1",
+        "d_model": 4096,
+        "num_layers": 64,
+        "vocab_size": 65024,
+        "tie_embeddings": False,
+        "bcdt_norm": True,
+    },
+    "mamba2-130m": {**_MAMBA2, "d_model": 768, "num_layers": 24},
+    "mamba2-370m": {**_MAMBA2, "d_model": 1024, "num_layers": 48},
+    "mamba2-780m": {**_MAMBA2, "d_model": 1536, "num_layers": 48},
+    "mamba2-1.3b": {**_MAMBA2, "d_model": 2048, "num_layers": 48},
+    "mamba2-2.7b": {**_MAMBA2, "d_model": 2560, "num_layers": 64},
+    # Eight groups of heads, so that tensor parallelism can split the mixer up to eight ways.
+    "mamba2-7b": {
+        "kind": "mamba2",
+        "d_model": 4096,
+        "num_layers": 64,
+        "num_groups": 8,
+        "vocab_size": 32768,
+        "tie_embeddings": False,
+    },
+}
