@@ -29,10 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jit import LOG2_E, array, borrowed, exp2, for_each, kernel, reduction_kernel
+from .jit import LOG2_E, array, blocks, borrowed, exp2, flat, for_each, kernel, reduction_kernel
 
 CHUNK = 64
 PIECE = 2**18  # elements of x in a piece: 1 MiB of fp32
+STATES_OF_A_TASK = 32
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,64 @@ def _score_backward(
             ddA[b, c, h, i] = _sum(between[begin:i])
 
 
+@kernel
+def _carry_over(added: Any, through: Any, state: Any) -> None:
+    """state = through state + added, while `added` becomes the state before."""
+    for i in range(state.size):
+        before = state[i]
+        state[i] = through[i] * before + added[i]
+        added[i] = before
+
+
+@kernel
+def _carry(added: Any, through: Any, state: Any, backwards: Any, b: Any, g: Any, begin: Any, end: Any) -> None:
+    """Carry states n of [begin, end) through all chunks. `added` (B, c, G, N, hP), what each chunk adds, becomes the
+    state it finds; `state` (B, G, N, hP) becomes the last; through is (B, c, G, hP)."""
+    added, through, state = borrowed(added), borrowed(through), borrowed(state)
+    chunks = added.shape[1]
+    for n in range(begin, end):
+        for k in range(chunks):
+            c = chunks - 1 - k if backwards else k
+            _carry_over(added[b, c, g, n], through[b, c, g], state[b, g, n])
+
+
+@reduction_kernel
+def _meet_head(dX: Any, left: Any, to_end: Any, x: Any, dy: Any, entered: Any, dt: Any, dx: Any) -> Any:
+    """One token and head: dx, and the sums over P of dy entered, x left to_end, and x dX."""
+    read = dX.dtype.type(0)
+    sent = dX.dtype.type(0)
+    kept = dX.dtype.type(0)
+    for p in range(dX.size):
+        later = left[p] * to_end
+        total = dX[p] + later
+        dx[p] = total * dt
+        read += dy[p] * entered[p]
+        sent += x[p] * later
+        kept += x[p] * total
+    return read, sent, kept
+
+
+@kernel
+def _meet(
+    dX: Any, left: Any, to_end: Any, x: Any, x_step: Any, dy: Any, dy_step: Any, entered: Any, dt: Any,
+    dx: Any, read: Any, sent: Any, kept: Any, b: Any, c: Any,
+) -> None:  # fmt: skip
+    """Bring together what a chunk's tokens get from within (dX, (B, c, H, Q, P)) and from the states around it (left,
+    entered, (B, c, G, Q, hP)). Writes dx (B, c, Q, H, P) and three sums (B, c, Q, H)."""
+    dX, left, x, dy, entered, dx = borrowed(dX), borrowed(left), borrowed(x), borrowed(dy), borrowed(entered), borrowed(dx)
+    chunks, size, heads, P = dx.shape[1:]
+    share = heads // left.shape[2]
+    for q in range(size):
+        r = (b * chunks + c) * size + q
+        for h in range(heads):
+            g, at = h // share, (h % share) * P
+            read[b, c, q, h], sent[b, c, q, h], kept[b, c, q, h] = _meet_head(
+                dX[b, c, h, q], left[b, c, g, q, at : at + P], to_end[b, c, q, h],
+                x[r * x_step + h * P : r * x_step + (h + 1) * P], dy[r * dy_step + h * P : r * dy_step + (h + 1) * P],
+                entered[b, c, g, q, at : at + P], dt[b, c, q, h], dx[b, c, q, h],
+            )  # fmt: skip
+
+
 class _Piece:
     """What forward and backward both need of a piece; what is like x is (B, c, Q, H, P)."""
 
@@ -160,7 +219,7 @@ class _Piece:
         self.B, self.C = (self.chunked(t, state.dtype).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
         self.first, self.cum, self.from_start, self.to_end, self.through = self._decays(A, starts)
         self.leaving = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
-        self.states, self.final_state = self._states(state)
+        self.states, self.final_state = self.carried(self.B.transpose(-1, -2) @ self.leaving, state)
 
     def chunked(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, L, …) as (B, c, Q, …), padded with zeros at the end."""
@@ -200,19 +259,21 @@ class _Piece:
             to_end.masked_fill_((first != first[:, :, -1:])[..., None], -torch.inf)
         return first, cum, from_start, to_end.exp_(), from_start[:, :, -1]
 
-    def _states(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The state before each chunk (B, c, G, N, hP), and after the last (B, G, N, hP)."""
-        added = self.B.transpose(-1, -2) @ self.leaving
-        states = torch.empty_like(added)
-        for i in range(states.shape[1]):
-            states[:, i] = state
-            state = self.decayed(state, i).add_(added[:, i])
-        return states, state
+    def carried(self, added: Tensor, state: Tensor, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
+        """(the state before each chunk (B, c, G, N, hP), the state after all) from what each chunk adds, which is
+        overwritten, and the first state (B, G, N, hP). Backwards, a chunk's successor comes before it."""
+        state = state.clone()
+        rows, _, groups, num_states, _ = added.shape
+        through = self.through.unflatten(2, (groups, -1)).repeat_interleave(self.x.shape[4], dim=3)  # (B, c, G, hP)
+        arguments = added.numpy(), array(through, through.dtype), state.numpy(), backwards
+        ranges = blocks(num_states, STATES_OF_A_TASK)
 
-    def decayed(self, state: Tensor, i: int) -> Tensor:
-        """A state (B, G, N, hP) carried through chunk i, to which nothing is added."""
-        through = self.through[:, i].unflatten(1, (self.groups, -1))[:, :, None, :, None]  # (B, G, 1, h, 1)
-        return (state.unflatten(3, (self.heads_per_group, -1)) * through).flatten(3)
+        def work(task: int) -> None:
+            row_and_group, block = divmod(task, len(ranges))
+            _carry(*arguments, *divmod(row_and_group, groups), *ranges[block])
+
+        for_each(work, rows * groups * len(ranges))
+        return added, state
 
     def _for_each_chunk(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         rows, chunks = self.cum.shape[:2]
@@ -235,6 +296,18 @@ class _Piece:
         )  # fmt: skip
         self._for_each_chunk(_score_backward, arguments)
         return dproducts, ddA
+
+    def meet(self, dX: Tensor, left: Tensor, dy: Tensor, entered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `_meet`: (dx (B, c, Q, H, P), and the sums read, sent and kept (B, c, Q, H))."""
+        dtype = dX.dtype
+        dx = dX.new_empty(self.x.shape)
+        sums = [dX.new_empty(self.dt.shape) for _ in range(3)]
+        arguments = (
+            dX.numpy(), left.numpy(), array(self.to_end, dtype), *flat(self.x.flatten(3), dtype),
+            *flat(dy.flatten(3), dtype), entered.numpy(), array(self.dt, dtype), dx.numpy(), *(s.numpy() for s in sums),
+        )  # fmt: skip
+        self._for_each_chunk(_meet, arguments)
+        return dx, sums[0], sums[1], sums[2]
 
 
 def _head_major(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -321,39 +394,29 @@ def backward(
 def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
     """Gradients of (x, dt, A, B, C, the state before the piece) from those of y and of the state after it."""
     dy = piece.chunked(dy, piece.x.dtype)
-
-    # The states' gradients, from the last chunk to the first: dstates[:, c] is that of the state leaving chunk c.
     dy_entered = piece.by_group(dy * piece.from_start[..., None])  # (B, c, G, Q, hP)
-    asked = piece.C.transpose(-1, -2) @ dy_entered
-    dstates = torch.empty_like(asked)
-    for i in reversed(range(asked.shape[1])):
-        dstates[:, i] = dstate
-        dstate = piece.decayed(dstate, i).add_(asked[:, i])
+    # dstates[:, c] is the gradient of the state leaving chunk c.
+    dstates, dstate = piece.carried(piece.C.transpose(-1, -2) @ dy_entered, dstate, backwards=True)
 
     # Inside the chunk.
     products, scores = piece.scores()
     dy_heads = _head_major(dy)
     dX = scores.transpose(-1, -2) @ dy_heads  # (B, c, H, Q, P)
     dscores = dy_heads @ _head_major(piece.x, piece.dt).transpose(-1, -2)
-    dproducts, ddA = piece.scores_backward(products, dscores)
+    dproducts, ddA = piece.scores_backward(products, dscores)  # ddA (B, c, H, Q)
 
     # With the states on either side of it.
-    entered = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
-    left = piece.by_token(piece.B @ dstates) * piece.to_end[..., None]
-    dX = dX.transpose(2, 3) + left
+    dx, read, sent, kept = piece.meet(dX, piece.B @ dstates, dy, piece.C @ piece.states)
     dC = dproducts @ piece.B + dy_entered @ piece.states.transpose(-1, -2)  # (B, c, G, Q, N)
     dB = dproducts.transpose(-1, -2) @ piece.C + piece.leaving @ dstates.transpose(-1, -2)
 
     # dt A of token k also decays what goes from the state that enters to i >= k, from j < k to the state that leaves,
     # and from state to state.
-    ddA = ddA.transpose(2, 3)  # (B, c, Q, H)
     earlier = torch.ones(piece.chunk, piece.chunk, dtype=dy.dtype).tril_(-1)  # (k, j): j < k
-    ddA = ddA + (1 - earlier) @ ((dy * entered).sum(-1) * piece.from_start)
-    ddA += earlier @ (piece.dt * (piece.x * left).sum(-1))
-    passing = (piece.states * dstates).sum(3).unflatten(3, (piece.heads_per_group, -1)).sum(-1).flatten(2)
-    ddA += (passing * piece.through)[:, :, None]
-    ddt = ddA * A + (dX * piece.x).sum(-1)
-    dx = dX * piece.dt[..., None]
+    passing = (piece.states * dstates).sum(3).unflatten(3, (piece.heads_per_group, -1)).sum(-1).flatten(2)  # (B, c, H)
+    ddA = ddA.transpose(2, 3) + (passing * piece.through)[:, :, None]  # (B, c, Q, H)
+    ddA += (1 - earlier) @ (read * piece.from_start) + earlier @ (piece.dt * sent)
+    ddt = ddA * A + kept
     return (
         piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)),
         piece.whole(dB.transpose(2, 3)), piece.whole(dC.transpose(2, 3)), dstate,
