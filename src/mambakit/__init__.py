@@ -1,0 +1,38 @@
+"""mambakit trains Mamba language models.
+
+`mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a folder that holds one,
+and `mambakit.ops` has the operators they are made of.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import load
+    from .config import ConfigError, ModelConfig
+    from .model import MambaLM, State
+
+__version__ = "0.1.0"
+
+__all__ = ["ConfigError", "MambaLM", "ModelConfig", "State", "__version__", "load"]
+
+# Where each name lives; torch is loaded when the first name that needs it is used.
+_HOMES = {
+    "ConfigError": "config",
+    "MambaLM": "model",
+    "ModelConfig": "config",
+    "State": "model",
+    "load": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mambakit' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

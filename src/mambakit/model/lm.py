@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
-from .layers import NormWeight, init_linear_
+from .layers import KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .state import LayerState, State
@@ -103,10 +103,22 @@ class MambaLM(nn.Module):
         self.config = config
         self.backbone = Backbone(config)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
-        if config.tie_embeddings:
+        init_linear_(self.lm_head)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the output layer the embedding itself, where the config says so."""
+        if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
-        else:
-            init_linear_(self.lm_head)
+
+    def names_kept_in_fp32(self) -> list[str]:
+        """Parameters that are fp32 whatever the model's dtype: A_log, D and dt bias."""
+        return [
+            f"{prefix}.{name}"
+            for prefix, module in self.named_modules()
+            if isinstance(module, KeepsFp32)
+            for name in module.fp32_parameters
+        ]
 
     def forward(
         self,

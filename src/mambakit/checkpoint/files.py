@@ -1,0 +1,152 @@
+"""What all formats share: reading JSON and weights safely, and writing a folder whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..model import MambaLM
+
+LARGEST_JSON = 64 * 2**20
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be read, or a model that the other side could not compute."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of sane size."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; a model folder needs it")
+    if path.stat().st_size > LARGEST_JSON:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; need at most {LARGEST_JSON}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; need a JSON object")
+    return value
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder: safetensors where there is one, else PyTorch's .bin through the weights-only loader."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return _read_weight_file(folder / name)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _read_weight_shards(folder, read_json(index), index)
+    raise CheckpointError(f"{folder} has no weights; need model.safetensors, pytorch_model.bin, or an index of either")
+
+
+def _read_weight_shards(folder: Path, index: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{path} has no weight_map")
+    weights: dict[str, Tensor] = {}
+    for name in sorted({str(value) for value in names.values()}):
+        if Path(name).name != name:  # an index must not lead out of its folder
+            raise CheckpointError(f"{path} names the file {name!r}; need plain file names")
+        weights.update(_read_weight_file(folder / name))
+    return weights
+
+
+def _read_weight_file(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            weights = load_file(path)
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (SafetensorError, RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":
+            raise
+        raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointError(f"{path} does not hold a plain set of named tensors")
+    return weights
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """A safetensors file that transformers recognizes."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write in, which takes the name `target` only once all of it is on disk."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not empty; choose another place, or remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield beside
+        for path in beside.iterdir():
+            _sync(path)
+        os.chmod(beside, 0o755)
+        if target.exists():
+            target.rmdir()
+        beside.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on disk; systems that cannot open a folder do without for folders."""
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def build_model(
+    config: ModelConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
+) -> MambaLM:
+    """A model with these weights, named as state-spaces names them, in their own dtype unless another is asked for."""
+    with torch.device("meta"):
+        model = MambaLM(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if config.tie_embeddings:
+        weights.pop("lm_head.weight", None)
+    _check_names(expected, weights, folder)
+    for name in model.names_kept_in_fp32():
+        weights[name] = weights[name].float()
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    return model.to(dtype) if dtype is not None else model
+
+
+def _check_names(expected: dict[str, tuple[int, ...]], weights: dict[str, Tensor], folder: Path) -> None:
+    problems = [f"{name} is missing" for name in expected if name not in weights]
+    problems += [f"{name} is not part of such a model" for name in weights if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(weights[name].shape)}, need {shape}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {shown}")

@@ -1,0 +1,117 @@
+"""Models in state-spaces' form: config.json with its own keys, and pytorch_model.bin, as mamba-ssm loads them.
+
+mamba-ssm reads no safetensors, so this form alone is written as a .bin; ours never is. Names are the same as ours.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import ConfigError, ModelConfig
+from ..model import MambaLM
+from .files import CheckpointError, build_model, new_folder, read_json, read_weights, write_json
+
+# ssm_cfg keys that change the network, with the ModelConfig field each becomes.
+SHARED = {"d_state": "state_size", "d_conv": "conv_width", "expand": "expand", "bias": "bias", "conv_bias": "conv_bias"}
+MAMBA1 = {"dt_rank": "dt_rank"}
+MAMBA2 = {"headdim": "head_dim", "ngroups": "num_groups", "dt_limit": "dt_limit", "chunk_size": "chunk_size"}
+# Keys that steer initialization or speed, and so nothing in a trained model.
+WITHOUT_EFFECT = {
+    "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path", "A_init_range", "conv_init",
+    "use_mem_eff_path", "layer",
+}  # fmt: skip
+# Keys whose one value we compute.
+FIXED = {"D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False, "d_ssm": None}
+
+
+def is_state_spaces(values: dict[str, Any]) -> bool:
+    return "d_model" in values and "n_layer" in values
+
+
+def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
+    """The model in a folder of state-spaces' form."""
+    config = config_from_state_spaces(read_json(folder / "config.json"))
+    return build_model(config, read_weights(folder), folder, dtype)
+
+
+def write(model: MambaLM, folder: Path) -> None:
+    """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens."""
+    config = config_to_state_spaces(model.config)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with new_folder(Path(folder)) as beside:
+        write_json(beside / "config.json", config)
+        torch.save(weights, beside / "pytorch_model.bin")
+
+
+def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:
+    """config.json; refuses what mamba-ssm would compute differently."""
+    refuse = None
+    if config.bcdt_norm:
+        refuse = "it norms dt, B and C (bcdt_norm), which mamba-ssm's Mamba does not"
+    elif config.kind == "mamba2" and config.num_groups > 1 and config.gated_norm == "width":
+        refuse = "its gated norm runs over the whole width, but mamba-ssm's Mamba2 norms each group"
+    elif config.norm_eps != 1e-5:
+        refuse = f"it has norm_eps={config.norm_eps}, but mamba-ssm's model is built with 1e-5"
+    if refuse is not None:
+        raise CheckpointError(f"this model cannot be written for state-spaces: {refuse}")
+    mamba2 = config.kind == "mamba2"
+    layer = {theirs: getattr(config, ours) for theirs, ours in (SHARED | (MAMBA2 if mamba2 else MAMBA1)).items()}
+    if mamba2:
+        layer["layer"] = "Mamba2"
+        if config.dt_limit == (0.0, math.inf):
+            layer.pop("dt_limit")  # its default, and not to be said in JSON
+        if config.chunk_size is None:
+            layer.pop("chunk_size")
+    return {
+        "d_model": config.d_model,
+        "d_intermediate": 0,
+        "n_layer": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": layer,
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "residual_in_fp32": config.residual_in_fp32,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": config.vocab_multiple,
+        "tie_embeddings": config.tie_embeddings,
+    }
+
+
+def config_from_state_spaces(values: dict[str, Any]) -> ModelConfig:
+    """The model that a config.json of state-spaces' form describes; refuses what we would compute differently."""
+    layer = values.get("ssm_cfg") or {}
+    kind = layer.get("layer", "Mamba1")
+    refusals = {
+        f"its layers are {kind}, not Mamba1 or Mamba2": kind not in ("Mamba1", "Mamba2"),
+        "it has attention layers": bool(values.get("attn_layer_idx")),
+        "it has MLP layers (d_intermediate)": bool(values.get("d_intermediate")),
+        "it uses LayerNorm (rms_norm is false)": not values.get("rms_norm", True),
+    }
+    known = SHARED | (MAMBA2 if kind == "Mamba2" else MAMBA1)
+    for key, value in layer.items():
+        fixed = key in FIXED and value == FIXED[key]
+        refusals[f"ssm_cfg.{key}={value!r} is not supported"] = not (key in known or key in WITHOUT_EFFECT or fixed)
+    reasons = [reason for reason, applies in refusals.items() if applies]
+    if reasons:
+        raise CheckpointError(f"config.json describes a model mambakit does not compute: {'; '.join(reasons)}")
+    settings = {ours: layer[theirs] for theirs, ours in known.items() if theirs in layer}
+    if settings.get("dt_rank") == "auto":
+        settings.pop("dt_rank")
+    try:
+        return ModelConfig(
+            kind="mamba2" if kind == "Mamba2" else "mamba1",
+            d_model=values["d_model"],
+            num_layers=values["n_layer"],
+            vocab_size=values.get("vocab_size", 50277),
+            vocab_multiple=values.get("pad_vocab_size_multiple", 8),
+            tie_embeddings=values.get("tie_embeddings", True),
+            residual_in_fp32=values.get("residual_in_fp32", True),
+            **settings,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"config.json does not describe a model mambakit knows: {error}") from None
