@@ -1,0 +1,44 @@
+# make test   everything a change must pass, in a virtualenv of its own, on the wheel a user would install
+# make demo   train a small model on this machine, from the same wheel
+# make lint   ruff and mypy
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -name '*.pyc')
+
+.PHONY: test demo lint bench clean
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/train_on_source_code.py
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/python benchmarks/cpu_training.py
+
+# Dependencies first, since they change seldom; torch by its pinned name, so that no larger build is taken.
+$(VENV)/.dependencies: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt \
+	    numba numpy pydantic safetensors tokenizers pytest transformers ruff mypy
+	touch $@
+
+# The wheel itself is installed and tested, so that a file missing from it cannot hide.
+$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/pip install --quiet --no-deps --force-reinstall dist/*.whl
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,20 @@
+"""Shared set-up: every test starts from the same seed, and GPU tests are left out where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    absent = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
+    if absent:
+        config.hook.pytest_deselected(items=absent)
+        items[:] = [item for item in items if item not in absent]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

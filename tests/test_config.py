@@ -1,0 +1,113 @@
+"""ModelConfig: presets, formulas, and one message that names every mistake."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mambakit import ConfigError, MambaLM, ModelConfig
+from mambakit.presets import MODELS
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+
+
+def documented_counts() -> dict[str, int]:
+    """The table of docs/models.md: preset -> exact parameter count."""
+    rows = re.findall(r"^\| `([^`]+)` \|.*\| ([\d,]+) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: int(count.replace(",", "")) for name, count in rows}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_preset_builds_and_its_count_stands_in_the_docs(name: str) -> None:
+    config = ModelConfig.preset(name)
+    with torch.device("meta"):
+        model = MambaLM(config)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == config.num_parameters() == documented_counts()[name]
+
+
+def test_documented_presets_are_the_presets() -> None:
+    assert documented_counts().keys() == MODELS.keys()
+
+
+def test_published_sizes() -> None:
+    assert ModelConfig.preset("mamba-130m").num_parameters() == 129_135_360
+    assert ModelConfig.preset("mamba2-130m").num_parameters() == 128_989_632
+    for name, tied, untied in (("small", 39, 65), ("medium", 84, 122), ("large", 211, 263)):
+        counts = [ModelConfig.preset(name, tie_embeddings=tie).num_parameters() / 1e6 for tie in (True, False)]
+        assert [abs(counts[0] - tied) < 1, abs(counts[1] - untied) < 1] == [True, True]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"kind": "mamba1"},
+    {"kind": "mamba1", "bias": True, "conv_bias": False, "tie_embeddings": False, "vocab_multiple": 16},
+    {"kind": "mamba1", "dt_rank": 7, "state_size": 5, "conv_width": 2, "expand": 3, "bcdt_norm": True},
+    {"kind": "mamba2", "head_dim": 8},
+    {"kind": "mamba2", "head_dim": 4, "num_groups": 3, "bias": True, "conv_bias": False, "tie_embeddings": False},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+def test_parameter_formula_counts_every_option(variant: dict[str, Any]) -> None:
+    config = ModelConfig(d_model=24, num_layers=3, vocab_size=50, **variant)
+    assert sum(p.numel() for p in MambaLM(config).parameters()) == config.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "mamba3"}, "kind='mamba3': need 'mamba1' or 'mamba2'"),
+        ({"d_model": 0}, "d_model=0: need greater than or equal to 1"),
+        ({"d_model": "wide"}, "d_model='wide': need a integer"),
+        ({"d_modle": 3}, "d_modle is not a setting; did you mean d_model?"),
+        ({"zzz": 3}, "zzz is not a setting; known: kind, d_model"),
+        ({"dropout": 1.0}, "dropout=1.0: need less than 1"),
+        ({"num_groups": 2}, "num_groups=2 is a setting of mamba2, but kind=mamba1; remove it, or change kind"),
+        ({"kind": "mamba2", "bcdt_norm": True}, "bcdt_norm=True is a setting of mamba1, but kind=mamba2"),
+        ({"kind": "mamba2", "dt_rank": 3}, "dt_rank=3 is a setting of mamba1"),
+        ({"kind": "mamba2", "head_dim": 7}, "head_dim=7 does not divide the inner width 64 .* choose a divisor of 64"),
+        ({"kind": "mamba2", "head_dim": 8, "num_groups": 3}, "num_groups=3 does not divide the 8 heads"),
+        ({"kind": "mamba2", "dt_limit": (0.2, 0.1)}, r"dt_limit=\(0.2, 0.1\): need 0 <= lowest <= highest"),
+    ],
+)
+def test_contradictions_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{"kind": "mamba1", "d_model": 32, "num_layers": 2, "vocab_size": 50, **settings})
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(kind="mamba2", d_model=-1, num_layers=2, layers=3)
+    message = str(caught.value)
+    assert message.startswith("3 problems:")
+    assert "d_model=-1" in message
+    assert "vocab_size is missing" in message
+    assert "layers is not a setting; did you mean num_layers?" in message
+
+
+def test_unknown_preset_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no model preset is called 'mamba-130'; did you mean mamba-130m?"):
+        ModelConfig.preset("mamba-130")
+
+
+def test_config_cannot_be_changed_in_place() -> None:
+    config = ModelConfig.preset("small")
+    with pytest.raises(ValueError, match="frozen"):
+        config.d_model = 5
+
+
+@pytest.mark.parametrize("name", ["mamba-130m", "mamba2-7b", "falcon-mamba-7b"])
+def test_config_survives_a_round_trip(name: str) -> None:
+    config = ModelConfig.preset(name, dropout=0.1)
+    assert ModelConfig(**config.model_dump()) == config
+
+
+def test_config_does_not_load_torch() -> None:
+    code = "import sys, mambakit; mambakit.ModelConfig.preset('small'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,58 @@
+"""What a user gets who installs mambakit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mambakit
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_version_is_the_installed_one() -> None:
+    assert importlib.metadata.version("mambakit") == mambakit.__version__
+
+
+def test_the_wheel_is_what_is_tested_and_it_is_typed() -> None:
+    home = Path(mambakit.__file__).parent
+    assert ROOT / "src" not in home.parents, "tests must run on the installed wheel: use make test"
+    assert (home / "py.typed").is_file()
+
+
+def test_every_module_of_the_source_tree_is_in_the_package() -> None:
+    source, home = ROOT / "src" / "mambakit", Path(mambakit.__file__).parent
+    modules = {path.relative_to(source) for path in source.rglob("*.py")}
+    assert modules == {path.relative_to(home) for path in home.rglob("*.py")}
+
+
+@pytest.mark.parametrize("statement", ["import mambakit", "import mambakit; mambakit.MambaLM; mambakit.load"])
+def test_import_takes_under_two_seconds_beyond_torch(statement: str) -> None:
+    code = f"import time, torch, pydantic; begin = time.monotonic(); {statement}; print(time.monotonic() - begin)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert float(done.stdout) < 2
+
+
+def test_public_names_resolve() -> None:
+    for name in mambakit.__all__:
+        assert getattr(mambakit, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = mambakit.nothing
+
+
+def test_rooms_import_only_what_they_may() -> None:
+    """ops knows no model, config or file; the model knows no file; numba stays in ops/cpu."""
+    source = ROOT / "src" / "mambakit"
+    for path in (source / "ops").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "..config" not in text and "..model" not in text and "checkpoint" not in text, path
+    for path in (source / "model").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "checkpoint" not in text and "pathlib" not in text and "torch.distributed" not in text, path
+    for path in source.rglob("*.py"):
+        if "cpu" not in path.parts:
+            assert "import numba" not in path.read_text(encoding="utf-8"), path
