@@ -60,7 +60,10 @@ def test_there_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     ("settings", "reason"),
     [
         ({"kind": "mamba1", "bcdt_norm": True}, "norms dt, B and C"),
-        ({"kind": "mamba2", "head_dim": 8, "num_groups": 2, "gated_norm": "width"}, "mamba-ssm's Mamba2 norms each group"),
+        (
+            {"kind": "mamba2", "head_dim": 8, "num_groups": 2, "gated_norm": "width"},
+            "mamba-ssm's Mamba2 norms each group",
+        ),
         ({"kind": "mamba1", "norm_eps": 1e-6}, "norm_eps=1e-06, but mamba-ssm's model is built with 1e-5"),
     ],
     ids=["falcon", "width", "eps"],

@@ -246,9 +246,9 @@ class _CountRecurrence(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         counted = args[0] if name == "sum" else result
-        if name in ("mul", "add", "exp", "sum") and isinstance(counted, Tensor):
-            if tuple(counted.shape[1:]) == self.shape:
-                self.operations += counted.numel()
+        holds_states = isinstance(counted, Tensor) and tuple(counted.shape[1:]) == self.shape
+        if name in ("mul", "add", "exp", "sum") and holds_states:
+            self.operations += counted.numel()
         return result
 
 

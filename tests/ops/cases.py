@@ -35,9 +35,7 @@ def scan(batch: int, length: int, channels: int = 5, states: int = 3) -> dict[st
     }
 
 
-def ssd(
-    batch: int, length: int, heads: int = 4, head_dim: int = 3, groups: int = 2, states: int = 5
-) -> dict[str, Any]:
+def ssd(batch: int, length: int, heads: int = 4, head_dim: int = 3, groups: int = 2, states: int = 5) -> dict[str, Any]:
     return {
         "x": _randn(batch, length, heads, head_dim),
         "dt": _randn(batch, length, heads),

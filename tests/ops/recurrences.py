@@ -5,6 +5,8 @@ Documents are cut out and computed alone, so packing cannot be wrong here: there
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ def _spans(doc_ids: Tensor | None, row: int, length: int) -> list[tuple[int, int
         return [(0, length)]
     ids = doc_ids[row].tolist()
     cuts = [0] + [t for t in range(1, length) if ids[t] != ids[t - 1]] + [length]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor, doc_ids: Tensor | None = None,

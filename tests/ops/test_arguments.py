@@ -76,11 +76,17 @@ def test_document_numbers_need_not_be_dense() -> None:
 
 
 def test_steps_check_their_state() -> None:
-    scan = {name: value[:, 0] if name in ("x", "dt", "B", "C", "z") else value for name, value in cases.scan(2, 1).items()}
+    scan = {
+        name: value[:, 0] if name in ("x", "dt", "B", "C", "z") else value for name, value in cases.scan(2, 1).items()
+    }
     scan.pop("initial_state")
-    with pytest.raises(ValueError, match=r"selective_scan_step: A has shape \(5, 3\); need \(D, N\) with N=4 as in state"):
+    with pytest.raises(
+        ValueError, match=r"selective_scan_step: A has shape \(5, 3\); need \(D, N\) with N=4 as in state"
+    ):
         ops.selective_scan_step(state=torch.ones(2, 5, 4), **scan)
-    with pytest.raises(ValueError, match=r"causal_conv1d_step: state has shape \(2, 2, 5\); need \(B, W-1, D\) with W=4"):
+    with pytest.raises(
+        ValueError, match=r"causal_conv1d_step: state has shape \(2, 2, 5\); need \(B, W-1, D\) with W=4"
+    ):
         ops.causal_conv1d_step(torch.ones(2, 5), torch.ones(2, 2, 5), torch.ones(5, 4))
     with pytest.raises(ValueError, match="ssd_step: state has shape"):
         ops.ssd_step(torch.ones(2, 4, 3), torch.ones(3, 4, 3, 5), torch.ones(2, 4), torch.ones(4),
@@ -88,9 +94,13 @@ def test_steps_check_their_state() -> None:
 
 
 def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="ops.backend\\('tpu'\\) does not exist here; choose one of auto, reference, cpu"):
-        with ops.backend("tpu"):
-            pass
+    with (
+        pytest.raises(
+            ValueError, match="ops.backend\\('tpu'\\) does not exist here; choose one of auto, reference, cpu"
+        ),
+        ops.backend("tpu"),
+    ):
+        pass
 
 
 def test_backend_is_restored_after_an_error() -> None:

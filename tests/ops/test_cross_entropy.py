@@ -24,16 +24,12 @@ def _plain(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Ten
 @every_backend
 @pytest.mark.parametrize("at_once", [1, 77 * 4, 2**22])
 @pytest.mark.parametrize("shape", [(1,), (5, 7), (2, 3, 4)], ids=str)
-def test_agrees_with_torch(
-    backend: str, at_once: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agrees_with_torch(backend: str, at_once: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", at_once)
     arguments = {"hidden": torch.randn(*shape, 6).double(), "weight": torch.randn(77, 6).double()}
     targets, mask = torch.randint(0, 77, shape), torch.rand(shape) < 0.7
     with ops.backend(backend):
-        actual = with_gradients(
-            lambda **a: ops.linear_cross_entropy(**a, targets=targets, loss_mask=mask), arguments
-        )
+        actual = with_gradients(lambda **a: ops.linear_cross_entropy(**a, targets=targets, loss_mask=mask), arguments)
         _, count = ops.linear_cross_entropy(**arguments, targets=targets, loss_mask=mask)
     assert_same(actual, with_gradients(lambda **a: _plain(**a, targets=targets, mask=mask), arguments), 1e-12)
     assert int(count) == int(mask.sum())

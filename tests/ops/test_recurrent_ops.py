@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LENGTHS, TOLERANCE, assert_close, assert_same, document_lengths, ids_of, random_documents
-from helpers import with_gradients
+from helpers import (
+    LENGTHS,
+    TOLERANCE,
+    assert_close,
+    assert_same,
+    document_lengths,
+    ids_of,
+    random_documents,
+    with_gradients,
+)
 from torch import Tensor
 
 from mambakit import ops
@@ -110,7 +118,9 @@ def test_packed_documents_give_what_they_give_alone(op: str, backend: str, dtype
         for length in lengths:
             own = {name: v[:, begin : begin + length] if name in PER_TOKEN else v for name, v in arguments.items()}
             generator = torch.Generator().manual_seed(1)
-            weights = torch.randn(packed[0][0].shape, generator=generator, dtype=torch.float64)[:, begin : begin + length]
+            weights = torch.randn(packed[0][0].shape, generator=generator, dtype=torch.float64)[
+                :, begin : begin + length
+            ]
             leaves = {name: value.detach().clone().requires_grad_() for name, value in own.items()}
             y, final_state = function(**leaves)
             (y.double() * weights).sum().backward()

@@ -55,7 +55,9 @@ NAMES = ["conv", "conv-bare", "scan", "scan-bare", "ssd", "ssd-bare", "norm", "n
 def test_registered_operator_is_sound(name: str) -> None:
     operator, arguments = _calls()[name]
     # Gradients through every output are checked elsewhere; the kept states have none by design.
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(
+        operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_static")
 
 

@@ -1,6 +1,6 @@
 """Files of weights: reading and writing models in Hugging Face's and state-spaces' forms."""
 
 from .files import CheckpointError
-from .load import LoadedModel, load
+from .loading import LoadedModel, load
 
 __all__ = ["CheckpointError", "LoadedModel", "load"]

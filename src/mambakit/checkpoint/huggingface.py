@@ -129,7 +129,8 @@ def config_from_huggingface(values: dict[str, Any]) -> ModelConfig:
     model_type = values.get("model_type")
     if model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"config.json has model_type={model_type!r}; mambakit reads {', '.join(MODEL_TYPES)}, and state-spaces' form"
+            f"config.json has model_type={model_type!r}; mambakit reads {', '.join(MODEL_TYPES)}, "
+            "and state-spaces' own form"
         )
     ours = values.get("mambakit") or {}
     if not isinstance(ours, dict):
@@ -179,10 +180,9 @@ def _known_to_transformers(values: dict[str, Any], ours: dict[str, Any]) -> dict
         if config["bcdt_norm"]:
             config["bcdt_norm_eps"] = values.get("mixer_rms_eps", 1e-6)
         inner = values.get("intermediate_size", config["expand"] * config["d_model"])
-    if inner != config["expand"] * config["d_model"]:
-        raise CheckpointError(
-            f"config.json has an inner width of {inner}; need expand={config['expand']} x hidden_size={config['d_model']}"
-        )
+    expand, width = config["expand"], config["d_model"]
+    if inner != expand * width:
+        raise CheckpointError(f"config.json has an inner width of {inner}; need expand={expand} x hidden_size={width}")
     return config
 
 

@@ -30,7 +30,7 @@ class KeepsFp32(nn.Module):
                 return tensor.to(device=result.device, dtype=torch.float32)
             return result
 
-        return super()._apply(without_narrowing, recurse)
+        return nn.Module._apply(self, without_narrowing, recurse)
 
 
 class DtProjection(KeepsFp32, nn.Linear):

@@ -70,9 +70,7 @@ class Mamba1(KeepsFp32):
         x, z = self.in_proj(hidden).chunk(2, dim=-1)  # (B, D) each
         x, conv_state = ops.causal_conv1d_step(x, state.conv, self.conv1d.weight.squeeze(1), self.conv1d.bias)
         dt, B, C = self._select(x)
-        y, ssm_state = ops.selective_scan_step(
-            x, state.ssm, dt, self._A(), B, C, self.D, z, self.dt_proj.bias
-        )
+        y, ssm_state = ops.selective_scan_step(x, state.ssm, dt, self._A(), B, C, self.D, z, self.dt_proj.bias)
         return self.out_proj(y), LayerState(conv_state, ssm_state)
 
     def _A(self) -> Tensor:

@@ -92,7 +92,9 @@ class Mamba2(KeepsFp32):
         config = self.config
         group_size = config.d_inner // config.num_groups if config.gated_norm == "group" else config.d_inner
         y = y.flatten(-2)  # (…, H P)
-        return self.out_proj(ops.rms_norm(y, self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size))
+        normed = ops.rms_norm(y, self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size)
+        out: Tensor = self.out_proj(normed)
+        return out
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""

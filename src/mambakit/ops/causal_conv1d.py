@@ -39,7 +39,8 @@ def causal_conv1d(
         return causal_conv1d_reference(
             x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation
         )
-    return _conv(x, weight, bias, doc_ids, initial_state, silu)
+    y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
+    return y, final_state
 
 
 def causal_conv1d_step(

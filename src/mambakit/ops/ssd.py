@@ -59,9 +59,7 @@ def ssd(
             x, dt, A, B, C, D, dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
         )  # fmt: skip
-    y, final_state, _ = _ssd(
-        x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state
-    )
+    y, final_state, _ = _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
     return y, final_state
 
 
@@ -248,9 +246,7 @@ def _ssd_backward(
     if dt_softplus:
         ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
     ddt_bias = ddt.sum((0, 1)) if dt_bias is not None else None
-    return gradients(
-        [dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state], [x, dt, A, B, C, D, dt_bias, initial_state]
-    )
+    return gradients([dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state], [x, dt, A, B, C, D, dt_bias, initial_state])
 
 
 @_ssd_backward.register_fake

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,32 +22,32 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Kernel = Callable[..., Any]
 
 # Lanes a task works on at once: long enough to hide the loop's set-up, short enough for the state to stay in L1/L2.
 CHANNEL_BLOCK = 256
 
 
-def kernel(function: Function) -> Function:
+def kernel(function: Kernel) -> Kernel:
     """Compile without the GIL. Multiply-adds may fuse; sums keep their order."""
     return _compile(function, {"contract", "nsz", "arcp"})
 
 
-def reduction_kernel(function: Function) -> Function:
+def reduction_kernel(function: Kernel) -> Kernel:
     """As `kernel`, but sums may be reordered into vector lanes. `exp` must not be used here: it would be rewritten."""
     return _compile(function, {"contract", "nsz", "arcp", "reassoc"})
 
 
-def _compile(function: Function, fastmath: set[str]) -> Function:
+def _compile(function: Kernel, fastmath: set[str]) -> Kernel:
     options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        compiled: Kernel = njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to cache in is writable: compile anew in each process
-        return njit(**options)(function)
+        compiled = njit(**options)(function)
+    return compiled
 
 
-@intrinsic
-def _times_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
+def _scaled_by_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
     """significand * 2^k, where `shifted` is k + 1.5 * 2^23 and so holds k in its low mantissa bits."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -59,8 +59,10 @@ def _times_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
     return types.float32(types.float32, types.float32), codegen
 
 
-@intrinsic
-def _clamp(_typing: Any, value: Any, low: Any, high: Any) -> Any:
+_times_power_of_two: Kernel = intrinsic(_scaled_by_power_of_two)
+
+
+def _clamped(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     """min(max(value, low), high) as two vector instructions; NaN passes through."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -71,8 +73,10 @@ def _clamp(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-@intrinsic
-def borrowed(_typing: Any, array: Any) -> Any:
+_clamp: Kernel = intrinsic(_clamped)
+
+
+def _borrowed(_typing: Any, array: Any) -> Any:
     """The same array without ownership. Slicing an owned array counts references atomically, once per slice, and
     threads that slice the same array wait for each other; the caller holds the arrays anyway."""
 
@@ -83,6 +87,9 @@ def borrowed(_typing: Any, array: Any) -> Any:
         return view._getvalue()
 
     return array(array), codegen
+
+
+borrowed: Kernel = intrinsic(_borrowed)
 
 
 def exp2(x: float) -> float:

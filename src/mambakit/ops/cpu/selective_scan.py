@@ -252,4 +252,13 @@ def backward(
         _backward_block(*arguments, dB_blocks[block], dC_blocks[block], *last, row, *ranges[block])
 
     for_each(work, batch * len(ranges))
-    return dx, ddt, dA.sum(0).t().contiguous(), dB.sum(0), dC.sum(0), dD.sum(0), dz, dstates.transpose(1, 2).contiguous()
+    return (
+        dx,
+        ddt,
+        dA.sum(0).t().contiguous(),
+        dB.sum(0),
+        dC.sum(0),
+        dD.sum(0),
+        dz,
+        dstates.transpose(1, 2).contiguous(),
+    )

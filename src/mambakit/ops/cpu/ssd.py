@@ -193,7 +193,14 @@ def _meet(
 ) -> None:  # fmt: skip
     """Bring together what a chunk's tokens get from within (dX, (B, c, H, Q, P)) and from the states around it (left,
     entered, (B, c, G, Q, hP)). Writes dx (B, c, Q, H, P) and three sums (B, c, Q, H)."""
-    dX, left, x, dy, entered, dx = borrowed(dX), borrowed(left), borrowed(x), borrowed(dy), borrowed(entered), borrowed(dx)
+    dX, left, x, dy, entered, dx = (
+        borrowed(dX),
+        borrowed(left),
+        borrowed(x),
+        borrowed(dy),
+        borrowed(entered),
+        borrowed(dx),
+    )
     chunks, size, heads, P = dx.shape[1:]
     share = heads // left.shape[2]
     for q in range(size):
@@ -226,7 +233,8 @@ class _Piece:
         missing = -tensor.shape[1] % self.chunk
         if missing:
             tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
-        return tensor.to(dtype).unflatten(1, (-1, self.chunk))
+        chunks: Tensor = tensor.to(dtype).unflatten(1, (-1, self.chunk))
+        return chunks
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The way back: (B, c, Q, …) as (B, L, …)."""
@@ -234,11 +242,13 @@ class _Piece:
 
     def by_group(self, tensor: Tensor) -> Tensor:
         """(B, c, Q, H, P) as (B, c, G, Q, hP)."""
-        return tensor.unflatten(3, (self.groups, -1)).transpose(2, 3).flatten(4)
+        grouped: Tensor = tensor.unflatten(3, (self.groups, -1))
+        return grouped.transpose(2, 3).flatten(4)
 
     def by_token(self, tensor: Tensor) -> Tensor:
         """The way back: (B, c, G, Q, hP) as (B, c, Q, H, P)."""
-        return tensor.unflatten(4, (self.heads_per_group, -1)).transpose(2, 3).flatten(3, 4)
+        grouped: Tensor = tensor.unflatten(4, (self.heads_per_group, -1))
+        return grouped.transpose(2, 3).flatten(3, 4)
 
     def _decays(self, A: Tensor, starts: Tensor | None) -> tuple[Tensor, ...]:
         """first (B, c, Q); cum (B, c, H, Q);
@@ -320,12 +330,14 @@ def _head_major(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
 
 def _flat_state(state: Tensor, groups: int) -> Tensor:
     """(B, H, P, N) as (B, G, N, hP)."""
-    return state.unflatten(1, (groups, -1)).permute(0, 1, 4, 2, 3).flatten(3)
+    grouped: Tensor = state.unflatten(1, (groups, -1))
+    return grouped.permute(0, 1, 4, 2, 3).flatten(3)
 
 
 def _full_state(state: Tensor, heads_per_group: int) -> Tensor:
     """The way back: (B, G, N, hP) as (B, H, P, N)."""
-    return state.unflatten(3, (heads_per_group, -1)).permute(0, 1, 3, 4, 2).flatten(1, 2)
+    grouped: Tensor = state.unflatten(3, (heads_per_group, -1))
+    return grouped.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
 def kept_shape(x: Tensor, B: Tensor, chunk_size: int | None) -> tuple[int, ...]:
