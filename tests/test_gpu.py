@@ -1,0 +1,96 @@
+"""On a GPU every operator and both models give what they give in fp64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_same, random_documents, small_model, with_gradients
+from torch import Tensor
+
+from mambakit import ops
+from mambakit.generate import generate_tokens
+
+pytestmark = pytest.mark.gpu
+
+
+def _arguments(op: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    r = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    documents = random_documents(2, 70)
+    if op == "conv":
+        return ops.causal_conv1d, {
+            "x": r(2, 70, 9), "weight": r(9, 4), "bias": r(9), "initial_state": r(2, 3, 9), "doc_ids": documents,
+        }  # fmt: skip
+    if op == "scan":
+        return ops.selective_scan, {
+            "x": r(2, 70, 9), "dt": r(2, 70, 9), "A": -r(9, 5).abs(), "B": r(2, 70, 5), "C": r(2, 70, 5), "D": r(9),
+            "z": r(2, 70, 9), "dt_bias": r(9), "initial_state": r(2, 9, 5), "doc_ids": documents,
+        }  # fmt: skip
+    if op == "ssd":
+        return ops.ssd, {
+            "x": r(2, 70, 4, 3), "dt": r(2, 70, 4), "A": -r(4).abs(), "B": r(2, 70, 2, 5), "C": r(2, 70, 2, 5),
+            "D": r(4), "dt_bias": r(4), "initial_state": r(2, 4, 3, 5), "doc_ids": documents,
+        }  # fmt: skip
+    if op == "norm":
+        return lambda **a: ops.rms_norm(**a, eps=1e-5, group_size=4), {
+            "x": r(5, 7, 12), "weight": r(12), "residual": r(5, 7, 12), "gate": r(5, 7, 12),
+        }  # fmt: skip
+    targets, mask = torch.randint(0, 33, (5, 7)), torch.rand(5, 7) < 0.7
+
+    def loss(hidden: Tensor, weight: Tensor) -> Any:
+        device = hidden.device
+        return ops.linear_cross_entropy(hidden, weight, targets.to(device), loss_mask=mask.to(device))
+
+    return loss, {"hidden": r(5, 7, 12), "weight": r(33, 12)}
+
+
+@pytest.mark.parametrize("op", ["conv", "scan", "ssd", "norm", "loss"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+def test_operators_agree_with_the_cpu(op: str, dtype: torch.dtype, tolerance: float) -> None:
+    function, arguments = _arguments(op)
+    with ops.backend("reference"):
+        expected = with_gradients(function, arguments)
+    moved = {k: v.cuda().to(dtype) if v.is_floating_point() else v.cuda() for k, v in arguments.items()}
+    outputs, grads = with_gradients(function, moved)
+    assert all(output.is_cuda for output in outputs)
+    assert_same((outputs, grads), expected, tolerance)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_a_model_trains_and_decodes(kind: str) -> None:
+    model = small_model(kind)
+    tokens, targets, documents = torch.randint(0, 50, (2, 40)), torch.randint(0, 50, (2, 40)), random_documents(2, 40)
+    with ops.backend("reference"):
+        loss = model(tokens, doc_ids=documents, targets=targets).loss_sum
+        expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    model.cuda()
+    loss = model(tokens.cuda(), doc_ids=documents.cuda(), targets=targets.cuda()).loss_sum
+    for mine, theirs in zip([loss, *torch.autograd.grad(loss, list(model.parameters()))], expected, strict=True):
+        assert_close(mine.detach(), theirs, 1e-4)
+
+    whole = model(tokens.cuda())
+    state, logits = None, []
+    for t in range(tokens.shape[1]):
+        one, state = model.step(tokens[:, t].cuda(), state)
+        logits.append(one)
+    assert_close(torch.stack(logits, dim=1).detach(), whole.logits.detach(), 1e-4)
+    assert len(list(generate_tokens(model.eval(), [1, 2, 3], max_new_tokens=5, seed=0))) == 5
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_bf16_autocast_trains(kind: str) -> None:
+    model = small_model(kind).cuda()
+    tokens, targets = torch.randint(0, 50, (2, 40)).cuda(), torch.randint(0, 50, (2, 40)).cuda()
+    exact = model(tokens, targets=targets).loss_sum
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        rounded = model(tokens, targets=targets).loss_sum
+    rounded.backward()
+    assert_close(rounded.detach(), exact.detach(), 2e-2)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_the_cpu_backend_refuses_gpu_tensors() -> None:
+    with ops.backend("cpu"), pytest.raises(ValueError, match="the tensors are on cuda:0; move them to the CPU"):
+        ops.rms_norm(torch.ones(2, 4).cuda(), None, eps=1e-5)
