@@ -64,7 +64,12 @@ def test_parameter_formula_counts_every_option(variant: dict[str, Any]) -> None:
     [
         ({"kind": "mamba3"}, "kind='mamba3': need 'mamba1' or 'mamba2'"),
         ({"d_model": 0}, "d_model=0: need greater than or equal to 1"),
-        ({"d_model": "wide"}, "d_model='wide': need a integer"),
+        ({"d_model": "wide"}, "d_model='wide': need a whole number"),
+        ({"d_model": 64.0}, "d_model=64.0: need a whole number"),
+        ({"d_model": "64"}, "d_model='64': need a whole number"),
+        ({"d_model": True}, "d_model=True: need a whole number"),
+        ({"num_layers": 10**9}, "num_layers=1000000000: need less than or equal to 4096"),
+        ({"norm_eps": float("inf")}, "norm_eps=inf: need a finite number"),
         ({"d_modle": 3}, "d_modle is not a setting; did you mean d_model?"),
         ({"zzz": 3}, "zzz is not a setting; known: kind, d_model"),
         ({"dropout": 1.0}, "dropout=1.0: need less than 1"),
@@ -74,6 +79,8 @@ def test_parameter_formula_counts_every_option(variant: dict[str, Any]) -> None:
         ({"kind": "mamba2", "head_dim": 7}, "head_dim=7 does not divide the inner width 64 .* choose a divisor of 64"),
         ({"kind": "mamba2", "head_dim": 8, "num_groups": 3}, "num_groups=3 does not divide the 8 heads"),
         ({"kind": "mamba2", "dt_limit": (0.2, 0.1)}, r"dt_limit=\(0.2, 0.1\): need 0 <= lowest <= highest"),
+        ({"kind": "mamba2", "dt_limit": (0.0, 0.0)}, r"dt_limit=\(0.0, 0.0\): need"),
+        ({"kind": "mamba2", "dt_limit": (float("inf"), float("inf"))}, "dt_limit"),
     ],
 )
 def test_contradictions_are_named(settings: dict[str, Any], message: str) -> None:
@@ -92,7 +99,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_unknown_preset_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no model preset is called 'mamba-130'; did you mean mamba-130m?"):
+    with pytest.raises(ConfigError, match="no model preset is called 'mamba-130'; did you mean mamba-130m"):
         ModelConfig.preset("mamba-130")
 
 

@@ -31,8 +31,8 @@ def test_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     huggingface.write(model, tmp_path / "path/to/folder", tokenizer=tokenizer)
     blocks = _python_blocks()
     assert len(blocks) == 2
+    names: dict[str, Any] = {}
     for block in blocks:
-        names: dict[str, Any] = {}
         exec(compile(block, "README.md", "exec"), names)
     assert (tmp_path / "new/folder/model.safetensors").is_file()
     assert (tmp_path / "another/folder/pytorch_model.bin").is_file()

@@ -64,9 +64,24 @@ def test_stops_before_a_stop_token(model: MambaLM) -> None:
     assert _generate(model, temperature=0, stop=[free[2]]) == free[: free.index(free[2])]
 
 
+def test_the_callers_own_code_keeps_its_grad_mode(model: MambaLM) -> None:
+    """A training step, or a second generator, between two tokens of an open one."""
+    first, second = generate_tokens(model, [1], seed=1), generate_tokens(model, [1], seed=1)
+    for _ in range(3):
+        assert next(first) == next(second)
+        assert not torch.is_inference_mode_enabled()
+        model(torch.zeros(1, 3, dtype=torch.long), targets=torch.zeros(1, 3, dtype=torch.long)).loss_sum.backward()
+
+
+def test_the_lowest_temperature_is_greedy(model: MambaLM) -> None:
+    assert _generate(model, temperature=1e-40) == _generate(model, temperature=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"prompt": [45, 48]}, "tokens holds 48, outside the vocabulary 0…47"),
+        ({"prompt": [-1]}, "tokens holds -1"),
         ({"prompt": []}, "the prompt is empty"),
         ({"temperature": -1}, "temperature=-1: need a number of at least 0"),
         ({"top_k": 0, "top_p": 2}, "top_k=0: need at least 1; top_p=2: need a number above 0 and at most 1"),
@@ -78,4 +93,4 @@ def test_stops_before_a_stop_token(model: MambaLM) -> None:
 def test_bad_options_are_named(model: MambaLM, options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"prompt": [1], **options}
     with pytest.raises(ValueError, match=message):
-        next(generate_tokens(model, **arguments))
+        generate_tokens(model, **arguments)

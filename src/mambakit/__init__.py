@@ -10,13 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import ops
     from .checkpoint import load
     from .config import ConfigError, ModelConfig
     from .model import MambaLM, State
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "MambaLM", "ModelConfig", "State", "__version__", "load"]
+__all__ = ["ConfigError", "MambaLM", "ModelConfig", "State", "__version__", "load", "ops"]
 
 # Where each name lives; torch is loaded when the first name that needs it is used.
 _HOMES = {
@@ -29,6 +30,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module(".ops", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'mambakit' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

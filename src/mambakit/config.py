@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class ConfigError(ValueError):
@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 class Settings(BaseModel):
     """A section of settings: frozen, no unknown keys, and all problems in one message."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -39,11 +39,18 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
         elif problem["type"] == "value_error":
             lines.extend(str(problem["ctx"]["error"]).splitlines())
         else:
-            need = problem["msg"].replace("Input should be", "need").replace("a valid ", "a ")
+            need = problem["msg"].replace("Input should be", "need").replace("a valid integer", "a whole number")
             lines.append(f"{name}={problem['input']!r}: {need}")
     if len(lines) == 1:
         return lines[0]
     return f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+# Settings that one kind of model has and the other does not.
+ONLY = {
+    "mamba1": ("dt_rank", "bcdt_norm", "bcdt_norm_eps"),
+    "mamba2": ("head_dim", "num_groups", "gated_norm", "dt_limit", "chunk_size"),
+}
 
 
 class ModelConfig(Settings):
@@ -53,22 +60,28 @@ class ModelConfig(Settings):
     """
 
     kind: Literal["mamba1", "mamba2"]
-    d_model: int = Field(ge=1, description="width of the residual stream")
-    num_layers: int = Field(ge=1, description="number of blocks, each a norm and a mixer")
-    vocab_size: int = Field(ge=1, description="number of token ids in use")
-    vocab_multiple: int = Field(1, ge=1, description="the embedding has vocab_size rows, rounded up to a multiple")
+    d_model: int = Field(ge=1, le=2**20, description="width of the residual stream")
+    num_layers: int = Field(ge=1, le=2**12, description="number of blocks, each a norm and a mixer")
+    vocab_size: int = Field(ge=1, le=2**31, description="number of token ids in use")
+    vocab_multiple: int = Field(
+        1, ge=1, le=2**20, description="the embedding has vocab_size rows, rounded up to a multiple"
+    )
     tie_embeddings: bool = Field(True, description="the output layer is the embedding itself")
 
-    expand: int = Field(2, ge=1, description="inner width over d_model")
-    state_size: int = Field(0, ge=1, description="N, states per channel; 16 for mamba1, 128 for mamba2 unless set")
-    conv_width: int = Field(4, ge=1, description="W, taps of the convolution")
+    expand: int = Field(2, ge=1, le=2**10, description="inner width over d_model")
+    state_size: int = Field(
+        0, ge=1, le=2**16, description="N, states per channel; 16 for mamba1, 128 for mamba2 unless set"
+    )
+    conv_width: int = Field(4, ge=1, le=2**10, description="W, taps of the convolution")
     bias: bool = Field(False, description="bias in in_proj and out_proj")
     conv_bias: bool = Field(True, description="bias in the convolution")
     norm_eps: float = Field(1e-5, gt=0)
     residual_in_fp32: bool = Field(True, description="sum the residual stream in fp32 whatever the compute dtype")
     dropout: float = Field(0.0, ge=0, lt=1, description="on the embedding and on each mixer's output, in training")
 
-    dt_rank: int | None = Field(None, ge=1, description="(mamba1) rank of the dt projection; d_model/16 unless set")
+    dt_rank: int | None = Field(
+        None, ge=1, le=2**20, description="(mamba1) rank of the dt projection; d_model/16 unless set"
+    )
     bcdt_norm: bool = Field(False, description="(mamba1) weightless RMS norm on dt, B and C, as in Falcon-Mamba")
     bcdt_norm_eps: float = Field(1e-6, gt=0, description="(mamba1) eps of that norm")
 
@@ -77,7 +90,9 @@ class ModelConfig(Settings):
     gated_norm: Literal["group", "width"] = Field(
         "group", description="(mamba2) the gated norm's mean runs over each group, or over the whole inner width"
     )
-    dt_limit: tuple[float, float] = Field((0.0, math.inf), description="(mamba2) bounds of dt after softplus")
+    dt_limit: tuple[float, Annotated[float, AllowInfNan(True)]] = Field(
+        (0.0, math.inf), description="(mamba2) bounds of dt after softplus"
+    )
     chunk_size: int | None = Field(None, ge=1, description="(mamba2) tokens of a chunk; the kernel chooses unless set")
 
     @classmethod
@@ -87,8 +102,8 @@ class ModelConfig(Settings):
 
         if name not in MODELS:
             near = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "see below"
-            raise ConfigError(f"no model preset is called {name!r}; {hint} Known: {', '.join(MODELS)}")
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"no model preset is called {name!r}; {hint}Known: {', '.join(MODELS)}")
         return cls(**{**MODELS[name], **changes})
 
     @model_validator(mode="before")
@@ -98,10 +113,13 @@ class ModelConfig(Settings):
         if not isinstance(values, dict):
             return values
         values = dict(values)
+        kind, width, limit = values.get("kind"), values.get("d_model"), values.get("dt_limit")
         if values.get("state_size") is None:
-            values["state_size"] = 128 if values.get("kind") == "mamba2" else 16
-        if values.get("kind") == "mamba1" and values.get("dt_rank") is None and isinstance(values.get("d_model"), int):
-            values["dt_rank"] = max(1, math.ceil(values["d_model"] / 16))
+            values["state_size"] = 128 if kind == "mamba2" else 16
+        if kind == "mamba1" and values.get("dt_rank") is None and isinstance(width, int):
+            values["dt_rank"] = max(1, -(-width // 16))
+        if isinstance(limit, (list, tuple)):  # JSON has no tuples, and no word for infinity
+            values["dt_limit"] = tuple(math.inf if bound in ("inf", "Infinity") else bound for bound in limit)
         return values
 
     @model_validator(mode="after")
@@ -118,7 +136,8 @@ class ModelConfig(Settings):
                     f"num_groups={self.num_groups} does not divide the {self.num_heads} heads "
                     f"(inner width {self.d_inner} / head_dim={self.head_dim}); choose a divisor of {self.num_heads}"
                 )
-            if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
+            low, high = self.dt_limit
+            if not 0 <= low <= high or high == 0:
                 problems.append(f"dt_limit={self.dt_limit}: need 0 <= lowest <= highest, such as (0.0, inf)")
         if problems:
             raise ValueError("\n".join(problems))
@@ -126,11 +145,11 @@ class ModelConfig(Settings):
 
     def _foreign_settings(self) -> list[str]:
         """Settings of the other kind that were given a value which would be ignored."""
-        other = "mamba1" if self.kind == "mamba2" else "mamba2"
+        other: Literal["mamba1", "mamba2"] = "mamba1" if self.kind == "mamba2" else "mamba2"
         return [
             f"{name}={getattr(self, name)!r} is a setting of {other}, but kind={self.kind}; remove it, or change kind"
-            for name, field in type(self).model_fields.items()
-            if (field.description or "").startswith(f"({other})") and getattr(self, name) != field.default
+            for name in ONLY[other]
+            if getattr(self, name) != type(self).model_fields[name].default
         ]
 
     @property

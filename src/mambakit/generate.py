@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .model import MambaLM
+from .model import MambaLM, State
 
 PREFILL_TOKENS = 2048  # the prompt is read in pieces of this size, so that memory does not grow with it
 
@@ -32,25 +32,38 @@ def generate_tokens(
     min_p those with at least p times the likeliest's probability. repetition_penalty above 1 makes seen tokens rarer.
     """
     _check(prompt, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
-    weight = model.lm_head.weight
-    random = torch.Generator(device=weight.device)
+    device = model.lm_head.weight.device
+    tokens = torch.tensor([list(prompt)])
+    model.check_input(tokens, 2)
+    random = torch.Generator(device=device)
     random.seed() if seed is None else random.manual_seed(seed)
-    seen = torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
-    seen[torch.tensor(prompt, device=weight.device)] = True
-    tokens = torch.tensor([list(prompt)], device=weight.device)
-    with torch.inference_mode():
-        state = None
+
+    def choose(logits: Tensor, seen: Tensor) -> int:
+        scores = _adjust(logits[0, : model.config.vocab_size].float(), seen, repetition_penalty)
+        return _choose(scores, temperature, top_k, top_p, min_p, random)
+
+    return _generate(model, tokens.to(device), max_new_tokens, choose, frozenset(stop))
+
+
+def _generate(
+    model: MambaLM, tokens: Tensor, max_new_tokens: int, choose: Callable[[Tensor, Tensor], int], stop: frozenset[int]
+) -> Iterator[int]:
+    with torch.inference_mode():  # never across a yield: the caller's own code runs there
+        state: State | None = None
         for piece in tokens.split(PREFILL_TOKENS, dim=1):
             hidden, state = model.backbone(piece, None, state)
         logits = model.lm_head(hidden[:, -1])  # (1, V)
-        for _ in range(max_new_tokens):
-            scores = _adjust(logits[0, : model.config.vocab_size].float(), seen, repetition_penalty)
-            token = _choose(scores, temperature, top_k, top_p, min_p, random)
-            if token in stop:
-                return
-            yield token
+        seen = torch.zeros(model.config.padded_vocab_size, dtype=torch.bool, device=tokens.device)
+        seen[tokens[0]] = True
+    for _ in range(max_new_tokens):
+        with torch.inference_mode():
+            token = choose(logits, seen)
+        if token in stop:
+            return
+        yield token
+        with torch.inference_mode():
             seen[token] = True
-            logits, state = model.step(torch.tensor([token], device=weight.device), state)
+            logits, state = model.step(torch.tensor([token], device=tokens.device), state)
 
 
 def _adjust(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -66,7 +79,7 @@ def _choose(
 ) -> int:  # fmt: skip
     if temperature == 0:
         return int(scores.argmax())
-    scores = scores / temperature
+    scores = (scores - scores.max()) / temperature
     if top_k is not None and top_k < scores.shape[0]:
         scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -math.inf)
     probabilities = scores.softmax(0)

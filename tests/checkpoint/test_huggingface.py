@@ -192,7 +192,7 @@ def test_tokenizer_travels_and_generates_text(tmp_path: Path) -> None:
     model = MambaLM(ModelConfig(kind="mamba2", d_model=32, head_dim=8, num_layers=2, vocab_size=9, vocab_multiple=16))
     huggingface.write(model, tmp_path / "model", tokenizer=tokenizer, eos_token_id=0)
     loaded = mambakit.load(tmp_path / "model")
-    assert loaded.eos_token_id == 0
+    assert loaded.end_tokens == (0,)
     text = loaded.generate("abc", max_new_tokens=20, seed=3)
     assert isinstance(text, str)
     assert text == loaded.generate("abc", max_new_tokens=20, seed=3)
@@ -212,11 +212,18 @@ def _folder(tmp_path: Path, config: dict[str, Any] | None = None, **changes: Any
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama"}, "model_type='llama'; mambakit reads mamba, mamba2, falcon_mamba, mambakit"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'; mambakit computes silu alone"),
-    ({"intermediate_size": 100}, "inner width of 100; need expand=2 x hidden_size=48"),
+    ({"intermediate_size": 100}, "inner width of 100; need a multiple of hidden_size=48"),
     ({"state_size": 17}, r"A_log has shape \(96, 16\), need \(96, 17\)"),
-    ({"num_hidden_layers": 4}, "do not fit its config.json: backbone.layers.3.norm.weight is missing"),
-    ({"num_hidden_layers": 2}, "backbone.layers.2.mixer.A_log is not part of such a model"),
-    ({"hidden_size": "wide"}, "config.json"),
+    ({"num_hidden_layers": 4}, "says 4 layers, but the weights have 3"),
+    ({"num_hidden_layers": 10**9}, "num_layers=1000000000: need less than or equal to 4096"),
+    ({"hidden_size": "wide"}, "config.json does not describe a model mambakit knows"),
+    ({"hidden_size": 48.5}, "inner width of 96; need a multiple of hidden_size=48.5"),
+    ({"hidden_size": 10**400, "intermediate_size": 10**400}, "does not describe a model mambakit knows: d_model=1000"),
+    ({"state_size": True}, "state_size=True: need a whole number"),
+    ({"use_conv_bias": False}, "conv1d.bias is not part of such a model"),
+    ({"use_bias": True}, "in_proj.bias is missing"),
+    ({"mambakit": {"vocab_multiple": 0}}, "config.json does not describe a model mambakit knows"),
+    ({"mambakit": {"vocab_multiple": "8"}}, "config.json does not describe a model mambakit knows"),
     ({"mambakit": [1]}, "need an object of settings"),
 ]
 
@@ -271,6 +278,67 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # The keys that matter, as the published folders have them. Falcon's expand is not what its width says.
+    "falcon-mamba-7b": {
+        "model_type": "falcon_mamba", "hidden_size": 4096, "intermediate_size": 8192, "expand": 16,
+        "num_hidden_layers": 64, "state_size": 16, "conv_kernel": 4, "time_step_rank": 256, "vocab_size": 65024,
+        "tie_word_embeddings": False, "layer_norm_epsilon": 1e-05, "use_bias": False, "use_conv_bias": True,
+    },
+    "mamba2-7b": {
+        "model_type": "mamba2", "hidden_size": 4096, "expand": 2, "num_hidden_layers": 64, "state_size": 128,
+        "num_heads": 128, "head_dim": 64, "n_groups": 8, "vocab_size": 32768, "tie_word_embeddings": False,
+    },
+    "mamba-130m": {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_configs_have_the_presets_parameters(preset: str) -> None:
+    config = huggingface.config_from_huggingface(PUBLISHED[preset])
+    assert config.num_parameters() == ModelConfig.preset(preset).num_parameters()
+    assert config.gated_norm == ("width" if preset == "mamba2-7b" else "group")
+
+
+def _stored(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    huggingface.write(_model("mamba"), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    return path, load_file(path)
+
+
+def test_weights_of_several_or_wrong_dtypes_are_refused(tmp_path: Path) -> None:
+    path, weights = _stored(tmp_path)
+    name = "backbone.layers.0.mixer.out_proj.weight"
+    save_file({**weights, name: weights[name].bfloat16()}, path)
+    with pytest.raises(CheckpointError, match="have dtypes bfloat16, float32; need one floating-point dtype, or name"):
+        mambakit.load(tmp_path / "model")
+    assert (
+        mambakit.load(tmp_path / "model", dtype=torch.float32).model(torch.zeros(1, 3).long()).logits.isfinite().all()
+    )
+    for other in (name, "backbone.layers.0.mixer.A_log"):
+        save_file({**weights, other: weights[other].long()}, path)
+        with pytest.raises(CheckpointError, match="have dtypes float32, int64"):
+            mambakit.load(tmp_path / "model", dtype=torch.float32)
+
+
+def test_fp64_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
+    ours = _model("mamba2").double()
+    huggingface.write(ours, tmp_path / "model")
+    assert _same_weights(mambakit.load(tmp_path / "model").model, ours)
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    path, weights = _stored(tmp_path)
+    save_file({**weights, "lm_head.weight": weights["backbone.embeddings.weight"] + 1}, path)
+    with pytest.raises(CheckpointError, match="ties the output layer to the embedding, but the two differ"):
+        mambakit.load(tmp_path / "model")
+
+
+def test_several_end_tokens_all_stop(tmp_path: Path) -> None:
+    loaded = mambakit.load(_folder(tmp_path, eos_token_id=[3, 5]))
+    assert loaded.end_tokens == (3, 5)
+
+
 def test_infinite_dt_limit_is_read_in_every_spelling(tmp_path: Path) -> None:
     values = huggingface.config_to_huggingface(
         ModelConfig(kind="mamba2", d_model=32, head_dim=8, num_layers=1, vocab_size=9)
@@ -278,6 +346,9 @@ def test_infinite_dt_limit_is_read_in_every_spelling(tmp_path: Path) -> None:
     for infinity in (math.inf, "Infinity", {"__float__": "Infinity"}):
         read = huggingface.config_from_huggingface({**values, "time_step_limit": [0.0, infinity]})
         assert read.dt_limit == (0.0, math.inf)
+    for wrong in (["a", "b"], [0, 10**400], 5):
+        with pytest.raises(CheckpointError, match="does not describe a model mambakit knows"):
+            huggingface.config_from_huggingface({**values, "time_step_limit": wrong})
 
 
 def test_files_hold_each_weight_once(tmp_path: Path) -> None:

@@ -85,11 +85,20 @@ def test_what_mamba_ssm_cannot_compute_is_refused(settings: dict[str, Any], reas
         ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "ssm_cfg.D_has_hdim=True is not supported"),
         ({"ssm_cfg": {"surprise": 1}}, "ssm_cfg.surprise=1 is not supported"),
         ({"ssm_cfg": {"d_state": 0}}, "state_size=0"),
+        ({"ssm_cfg": [1]}, r"ssm_cfg=\[1\]; need an object of settings"),
     ],
 )
 def test_what_we_cannot_compute_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         state_spaces.config_from_state_spaces({**PUBLISHED["mamba-130m"], **changes})
+
+
+def test_bins_of_the_old_format_are_read(tmp_path: Path) -> None:
+    ours = small_model("mamba1")
+    state_spaces.write(ours, tmp_path / "model")
+    torch.save(ours.state_dict(), tmp_path / "model" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    loaded = mambakit.load(tmp_path / "model").model
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), loaded.parameters(), strict=True))
 
 
 class _Surprise:
@@ -102,7 +111,7 @@ def test_a_bin_that_holds_code_is_not_run(tmp_path: Path, capsys: pytest.Capture
     torch.save({"backbone.embedding.weight": _Surprise()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds more than tensors and is not loaded"):
         mambakit.load(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Surprise()))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Surprise(), protocol=2))
     with pytest.raises(CheckpointError, match="pytorch_model.bin"):
         mambakit.load(tmp_path)
     assert "never" not in capsys.readouterr().out

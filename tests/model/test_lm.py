@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from helpers import (
     small_model,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -125,9 +128,13 @@ def test_gradient_flows_through_the_state(kind: str) -> None:
     for mine, theirs in zip(pieces, whole, strict=True):
         assert_close(mine, theirs, 1e-10)
 
-    cut = model(tokens[:, 23:], targets=targets[:, 23:], state=first.state.detach()).loss_sum
-    with pytest.raises(RuntimeError, match="not have been used"):
-        torch.autograd.grad(cut, first.loss_sum)
+    cut = first.state.detach()
+    apart = first.loss_sum + model(tokens[:, 23:], targets=targets[:, 23:], state=cut).loss_sum
+    for layer in cut.layers:
+        assert not layer.conv.requires_grad
+        assert not layer.ssm.requires_grad
+    shorter = torch.autograd.grad(apart, parameters)
+    assert any(not torch.allclose(a, b) for a, b in zip(shorter, whole, strict=True))
 
 
 @every_kind
@@ -207,6 +214,75 @@ def test_dropout_acts_in_training_alone(kind: str) -> None:
     model.eval()
     assert torch.equal(model(tokens).logits, model(tokens).logits)
     assert torch.equal(model(tokens).logits, _without_dropout(model)(tokens).logits)
+
+
+@every_kind
+def test_steps_never_drop_out(kind: str) -> None:
+    model = small_model(kind, dropout=0.5)
+    token = torch.randint(0, 50, (2,))
+    assert torch.equal(model.step(token).logits, model.step(token).logits)
+
+
+@every_kind
+def test_narrowing_a_model_that_has_gradients(kind: str) -> None:
+    """Parameters that stay fp32 keep fp32 gradients, so that an optimizer can go on."""
+    model = small_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randint(0, 50, (2, 9)), targets=torch.randint(0, 50, (2, 9))).loss_sum.backward()
+    model.bfloat16()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == parameter.dtype, name
+    optimizer.step()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@every_kind
+def test_a_model_built_on_meta_can_be_given_memory_and_initialized(kind: str, tie: bool) -> None:
+    settings: dict[str, Any] = {"kind": kind, "d_model": 64, "num_layers": 2, "vocab_size": 20, "tie_embeddings": tie}
+    with torch.device("meta"):
+        model = MambaLM(ModelConfig(**settings))
+    model.to_empty(device="cpu")
+    assert (model.lm_head.weight is model.backbone.embedding.weight) == tie
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+    model.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    torch.manual_seed(3)
+    model.reset_parameters()
+    again = MambaLM(ModelConfig(**settings))
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert mine.std(correction=0) == pytest.approx(float(theirs.std(correction=0).detach()), rel=0.3, abs=1e-6), (
+            name
+        )
+
+
+@every_kind
+def test_a_copied_model_stays_tied(kind: str) -> None:
+    copied = copy.deepcopy(small_model(kind)).double()
+    assert copied.lm_head.weight is copied.backbone.embedding.weight
+
+
+@every_kind
+def test_a_model_can_be_traced_with_fake_tensors(kind: str) -> None:
+    with FakeTensorMode():
+        model = MambaLM(ModelConfig(kind=kind, d_model=64, num_layers=2, vocab_size=20))
+        output = model(torch.zeros(2, 70, dtype=torch.long), targets=torch.zeros(2, 70, dtype=torch.long))
+        output.loss_sum.backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+
+
+def test_a_nan_stays_inside_its_document_in_mamba1() -> None:
+    """Where nothing is multiplied by zero, nothing passes. (SSD's matrix products do multiply; docs say so.)"""
+    model = small_model("mamba1")
+    with torch.no_grad():
+        model.backbone.embedding.weight[7] = math.nan
+    tokens = torch.randint(8, 50, (1, 60))
+    tokens[0, 25] = 7
+    hidden, _ = model.backbone(tokens, ids_of([20, 20, 20])[None], None)
+    assert hidden[0, :25].isfinite().all()
+    assert hidden[0, 25:40].isnan().all()
+    assert hidden[0, 40:].isfinite().all()
 
 
 def _without_dropout(model: MambaLM) -> MambaLM:
@@ -292,8 +368,9 @@ def test_training_memory_is_linear_in_length(kind: str) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tokens": torch.zeros(3, dtype=torch.long)}, r"tokens has shape \(3,\) and dtype int64; need integer token ids \(B, L\)"),
-    ({"tokens": torch.zeros(2, 3)}, "dtype float32; need integer token ids"),
+    ({"tokens": torch.zeros(3, dtype=torch.long)}, r"tokens has shape \(3,\) and dtype int64; need int32 or int64 token ids \(B, L\)"),
+    ({"tokens": torch.zeros(2, 3)}, "dtype float32; need int32 or int64 token ids"),
+    ({"tokens": torch.zeros(2, 3, dtype=torch.uint8)}, "dtype uint8; need int32 or int64 token ids"),
     ({"tokens": torch.zeros(2, 0, dtype=torch.long)}, r"tokens has shape \(2, 0\)"),
     ({"tokens": torch.tensor([[0, 50]])}, "tokens holds 50, outside the vocabulary 0…49; was the text tokenized"),
     ({"tokens": torch.tensor([[0, -1]])}, "tokens holds -1, outside"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -39,7 +40,10 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("ssd", {"D": torch.ones(3)}, ValueError, r"D has shape \(3,\); need \(H,\) with H=4 as in x"),
     ("ssd", {"D": torch.ones(4, 9)}, ValueError, r"D has shape \(4, 9\); need \(H, P\) with P=3 as in x"),
     ("ssd", {"dt_limit": (0.2, 0.1)}, ValueError, r"dt_limit=\(0.2, 0.1\); need \(lowest, highest\)"),
-    ("ssd", {"chunk_size": 0}, ValueError, "chunk_size=0; need at least 1, or None"),
+    ("ssd", {"chunk_size": 0}, ValueError, "chunk_size=0; need a whole number of at least 1, or None"),
+    ("ssd", {"chunk_size": 2.5}, ValueError, "chunk_size=2.5; need a whole number of at least 1"),
+    ("ssd", {"dt_limit": (0.0, 0.1, 0.2)}, ValueError, r"need \(lowest, highest\)"),
+    ("ssd", {"D": 1.0}, TypeError, r"D is float; need a tensor of shape \(H,\)"),
     ("ssd", {"initial_state": torch.ones(2, 4, 5, 3)}, ValueError, r"need \(B, H, P, N\) with P=3 as in x"),
 ]  # fmt: skip
 
@@ -134,3 +138,28 @@ def test_meta_tensors_give_shapes_and_dtypes(op: str) -> None:
     sum(output.float().sum() for output in outputs).backward()
     for name, gradient in real[1].items():
         assert (on_meta[name].grad.shape, on_meta[name].grad.dtype) == (gradient.shape, gradient.dtype)
+
+
+def test_blocks_of_two_threads_may_close_in_any_order() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with ops.backend("reference"):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with ops.backend("cpu"):
+        thread.start()
+        inside.wait(10)
+    assert dispatch._requested == "reference"
+    leave.set()
+    thread.join()
+    assert dispatch._requested == "auto"
+
+
+def test_operators_say_what_they_need_instead_of_a_list() -> None:
+    with pytest.raises(TypeError, match=r"rms_norm: x is list; need a tensor of shape \(..., D\)"):
+        ops.rms_norm([1.0], None, eps=1e-5)
+    with pytest.raises(TypeError, match="linear_cross_entropy: hidden is list"):
+        ops.linear_cross_entropy([1.0], torch.ones(2, 1), torch.zeros(1).long())

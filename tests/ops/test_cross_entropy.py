@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    losses = F.cross_entropy((hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction="none")
+    logits = (hidden @ weight.t()).reshape(-1, weight.shape[0])
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
     return losses[mask.flatten()].sum()
 
 
 @every_backend
 @pytest.mark.parametrize("at_once", [1, 77 * 4, 2**22])
-@pytest.mark.parametrize("shape", [(1,), (5, 7), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (5, 7), (2, 3, 4)], ids=str)
 def test_agrees_with_torch(backend: str, at_once: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", at_once)
     arguments = {"hidden": torch.randn(*shape, 6).double(), "weight": torch.randn(77, 6).double()}
@@ -63,6 +65,37 @@ def test_backward_twice_and_scaled() -> None:
     (once,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (thrice,) = torch.autograd.grad(3 * loss, hidden)
     assert_close(thrice, 3 * once, 1e-6)
+
+
+@every_backend
+def test_what_is_not_counted_cannot_spoil_the_rest(backend: str) -> None:
+    hidden = torch.randn(4, 6)
+    hidden[2] = math.nan
+    hidden.requires_grad_()
+    weight = torch.randn(9, 6, requires_grad=True)
+    with ops.backend(backend):
+        loss, _ = ops.linear_cross_entropy(hidden, weight, torch.arange(4), loss_mask=torch.tensor([1, 1, 0, 1]))
+    loss.backward()
+    assert loss.isfinite()
+    assert weight.grad.isfinite().all()
+    assert hidden.grad.isfinite().all()
+
+
+def test_a_frozen_side_gets_no_gradient() -> None:
+    for frozen in ("hidden", "weight"):
+        arguments = {"hidden": torch.randn(4, 6), "weight": torch.randn(9, 6)}
+        moving = next(tensor for name, tensor in arguments.items() if name != frozen).requires_grad_()
+        ops.linear_cross_entropy(**arguments, targets=torch.arange(4))[0].backward()
+        assert moving.grad is not None
+        assert arguments[frozen].grad is None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(9, 6)
+    loss, _ = ops.linear_cross_entropy(hidden, weight, torch.arange(4))
+    (gradient,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        gradient.square().sum().backward()
 
 
 def test_bf16_under_autocast_is_summed_in_fp32() -> None:
@@ -111,5 +144,5 @@ def test_bad_arguments_are_named(backend: str, change: dict[str, Any], message: 
 
 
 def test_float_targets_are_refused() -> None:
-    with pytest.raises(TypeError, match="targets has dtype float32; need an integer dtype"):
+    with pytest.raises(TypeError, match="targets has dtype float32; need int32 or int64"):
         ops.linear_cross_entropy(torch.ones(4, 6), torch.ones(9, 6), torch.ones(4))

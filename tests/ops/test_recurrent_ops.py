@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +25,7 @@ from helpers import (
 )
 from torch import Tensor
 
+import mambakit
 from mambakit import ops
 
 from . import cases, recurrences
@@ -394,14 +400,69 @@ def test_exp2_of_the_kernels_is_exact_to_fp32_rounding() -> None:
     assert np.isnan(out[3])
 
 
-@every_op
+@pytest.mark.parametrize("op", ["scan", "ssd"])
 def test_long_decays_do_not_drift(op: str) -> None:
     """A state that should neither grow nor fade in 20,000 steps (dt = 0) comes out bit for bit."""
-    if op == "conv":
-        return
     _, _, make = OPS[op]
     arguments = cases.to(make(1, 20_000, **({"channels": 2} if op == "scan" else {"heads": 2})), torch.float32)
     arguments["dt"] = torch.zeros_like(arguments["dt"])
     arguments.pop("dt_bias")
     _, final_state = OPS[op][0](**arguments, dt_softplus=False)
     assert torch.equal(final_state, arguments["initial_state"])
+
+
+def test_one_huge_step_does_not_cost_its_neighbours_their_digits() -> None:
+    """The sum of dt A within a chunk becomes -16,000; differences of such sums must keep their digits in fp32."""
+    arguments = cases.ssd(1, 64)
+    arguments["dt"] = torch.full_like(arguments["dt"], -3.0)
+    arguments["dt"][:, 20] = 1000.0
+    actual = with_gradients(ops.ssd, cases.to(arguments, torch.float32))
+    assert_same(actual, with_gradients(ops.ssd, cases.to(cases.to(arguments, torch.float32), torch.float64)), 1e-5)
+
+
+@pytest.mark.parametrize("op", ["conv", "scan"])
+@every_backend
+def test_a_nan_stays_inside_its_document(op: str, backend: str) -> None:
+    """Forward, and backward from a NaN in the gradient."""
+    function, _, make = OPS[op]
+    arguments = make(1, 60)
+    arguments["x"][0, 25] = math.nan
+    leaves = {name: value.requires_grad_() for name, value in arguments.items()}
+    with ops.backend(backend):
+        y, final_state = function(doc_ids=ids_of([20, 20, 20])[None], **leaves)
+    assert y[0, :25].isfinite().all()
+    assert y[0, 40:].isfinite().all()
+    assert final_state.isfinite().all()
+    upstream = torch.full_like(final_state, math.nan)
+    (dx,) = torch.autograd.grad(final_state, leaves["x"], upstream)
+    assert dx[0, :20].isfinite().all()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_second_derivative_is_refused(op: str) -> None:
+    function, _, make = OPS[op]
+    leaves = {name: value.requires_grad_() for name, value in make(1, 8).items()}
+    (gradient,) = torch.autograd.grad(function(**leaves)[0].square().sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        gradient.square().sum().backward()
+
+
+def test_kernels_are_compiled_anew_when_a_file_they_call_changes(tmp_path: Path) -> None:
+    """numba keys its cache on a kernel's own file; ours must follow what the kernel calls, too."""
+    home = tmp_path / "mambakit"
+    shutil.copytree(Path(mambakit.__file__).parent, home, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import torch; from mambakit import ops; print(ops.causal_conv1d(torch.ones(1, 1, 1), torch.ones(1, 1))[0].item())"
+
+    def run() -> float:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+        return float(done.stdout)
+
+    assert run() == pytest.approx(0.7310586)
+    jit_file = home / "ops" / "cpu" / "jit.py"
+    text = jit_file.read_text(encoding="utf-8")
+    right = "return np.float32(1.0) / (np.float32(1.0) + exp2("
+    assert right in text
+    jit_file.write_text(text.replace(right, "return np.float32(5.0) / (np.float32(1.0) + exp2("), encoding="utf-8")
+    assert run() == pytest.approx(5 * 0.7310586)

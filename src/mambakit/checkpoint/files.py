@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def _read_weight_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             weights = load_file(path)
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (SafetensorError, RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     except Exception as error:
@@ -126,17 +127,43 @@ def build_model(
     config: ModelConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
 ) -> MambaLM:
     """A model with these weights, named as state-spaces names them, in their own dtype unless another is asked for."""
+    _check_layers(config, weights, folder)
     with torch.device("meta"):
         model = MambaLM(config)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if config.tie_embeddings:
-        weights.pop("lm_head.weight", None)
-    _check_names(expected, weights, folder)
-    for name in model.names_kept_in_fp32():
-        weights[name] = weights[name].float()
+        head = weights.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, weights.get("backbone.embedding.weight", head)):
+            raise CheckpointError(
+                f"config.json in {folder} ties the output layer to the embedding, but the two differ in the weights; "
+                "set tie_word_embeddings (tie_embeddings) to false there"
+            )
+    _check_names({name: tuple(p.shape) for name, p in model.named_parameters()}, weights, folder)
+    kept = set(model.names_kept_in_fp32())
+    _check_dtypes(kept, weights, folder, dtype)
+    for name in kept:
+        weights[name] = weights[name].to(torch.promote_types(weights[name].dtype, torch.float32))
+    if dtype is not None:
+        weights = {name: tensor if name in kept else tensor.to(dtype) for name, tensor in weights.items()}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
-    return model.to(dtype) if dtype is not None else model
+    return model
+
+
+def _check_layers(config: ModelConfig, weights: dict[str, Tensor], folder: Path) -> None:
+    """Before anything is built: a config of a million layers must not cost more than a look."""
+    found = len({name.split(".")[2] for name in weights if name.startswith("backbone.layers.")})
+    if found != config.num_layers:
+        raise CheckpointError(f"config.json in {folder} says {config.num_layers} layers, but the weights have {found}")
+
+
+def _check_dtypes(kept: set[str], weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
+    dtypes = {tensor.dtype for name, tensor in weights.items() if name not in kept or not tensor.is_floating_point()}
+    names = sorted(str(found).removeprefix("torch.") for found in dtypes)
+    if not all(found.is_floating_point for found in dtypes) or (len(dtypes) > 1 and dtype is None):
+        raise CheckpointError(
+            f"the weights in {folder} have dtypes {', '.join(names)}; need one floating-point dtype, "
+            "or name the one to load them in: load(path, dtype=torch.float32)"
+        )
 
 
 def _check_names(expected: dict[str, tuple[int, ...]], weights: dict[str, Tensor], folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import ConfigError, ModelConfig
+from ..config import ModelConfig
 from ..model import MambaLM
 from .files import CheckpointError, build_model, new_folder, read_json, read_weights, write_json, write_weights
 
@@ -137,7 +137,9 @@ def config_from_huggingface(values: dict[str, Any]) -> ModelConfig:
         raise CheckpointError(f"config.json has mambakit={ours!r}; need an object of settings")
     try:
         return ModelConfig(**(ours if model_type == "mambakit" else ours | _known_to_transformers(values, ours)))
-    except (ConfigError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"config.json does not describe a model mambakit knows: {error}") from None
 
 
@@ -180,9 +182,10 @@ def _known_to_transformers(values: dict[str, Any], ours: dict[str, Any]) -> dict
         if config["bcdt_norm"]:
             config["bcdt_norm_eps"] = values.get("mixer_rms_eps", 1e-6)
         inner = values.get("intermediate_size", config["expand"] * config["d_model"])
-    expand, width = config["expand"], config["d_model"]
-    if inner != expand * width:
-        raise CheckpointError(f"config.json has an inner width of {inner}; need expand={expand} x hidden_size={width}")
+    width = config["d_model"]
+    if inner % width:
+        raise CheckpointError(f"config.json has an inner width of {inner}; need a multiple of hidden_size={width}")
+    config["expand"] = inner // width  # Falcon-Mamba's own config says expand=16, and 2 in its width
     return config
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer where the folder has one, and the token that ends a text where that is known."""
+    """A model, its tokenizer where the folder has one, and the tokens that end a text where those are known."""
 
     model: MambaLM
     tokenizer: Tokenizer | None
-    eos_token_id: int | None = None
+    end_tokens: tuple[int, ...] = ()
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
@@ -33,7 +33,7 @@ class LoadedModel:
         """What follows the prompt: text for a text, token ids for token ids. Options as for `generate_tokens`."""
         from ..generate import generate_tokens
 
-        options.setdefault("stop", () if self.eos_token_id is None else (self.eos_token_id,))
+        options.setdefault("stop", self.end_tokens)
         if not isinstance(prompt, str):
             return list(generate_tokens(self.model, prompt, **options))
         if self.tokenizer is None:
@@ -55,8 +55,14 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
         model = state_spaces.read(folder, dtype)
     else:
         model = huggingface.read(folder, dtype)
-    eos = values.get("eos_token_id")
-    return LoadedModel(model.eval(), _read_tokenizer(folder / "tokenizer.json"), eos if isinstance(eos, int) else None)
+    return LoadedModel(
+        model.eval(), _read_tokenizer(folder / "tokenizer.json"), _end_tokens(values.get("eos_token_id"))
+    )
+
+
+def _end_tokens(eos: Any) -> tuple[int, ...]:
+    """eos_token_id of config.json: absent, one token, or several."""
+    return tuple(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:

@@ -85,6 +85,8 @@ def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:
 def config_from_state_spaces(values: dict[str, Any]) -> ModelConfig:
     """The model that a config.json of state-spaces' form describes; refuses what we would compute differently."""
     layer = values.get("ssm_cfg") or {}
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"config.json has ssm_cfg={layer!r}; need an object of settings")
     kind = layer.get("layer", "Mamba1")
     refusals = {
         f"its layers are {kind}, not Mamba1 or Mamba2": kind not in ("Mamba1", "Mamba2"),

@@ -22,11 +22,14 @@ class KeepsFp32(nn.Module):
     fp32_parameters: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kept = {id(self._parameters[name]) for name in self.fp32_parameters}
+        kept = set()
+        for name in self.fp32_parameters:
+            parameter = self._parameters[name]
+            kept |= {id(parameter), id(parameter.grad) if parameter is not None else 0}
 
         def without_narrowing(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            if id(tensor) in kept and result.dtype in (torch.float16, torch.bfloat16):
+            if id(tensor) in kept and result.is_floating_point() and result.element_size() < 4:
                 return tensor.to(device=result.device, dtype=torch.float32)
             return result
 
@@ -47,7 +50,11 @@ class NormWeight(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
 
 def convolution(channels: int, width: int, bias: bool) -> nn.Conv1d:

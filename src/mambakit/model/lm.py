@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,10 +66,13 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm_f = NormWeight(config.d_model)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
 
     def forward(self, tokens: Tensor, doc_ids: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        hidden, residual = self._start(tokens)
+        hidden, residual = self._start(tokens, self.config.dropout)
         states = []
         for i, block in enumerate(self.layers):
             hidden, residual, layer_state = block(hidden, residual, doc_ids, state.layers[i] if state else None)
@@ -76,7 +80,7 @@ class Backbone(nn.Module):
         return self._finish(hidden, residual), State(tuple(states))
 
     def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
-        hidden, residual = self._start(token)
+        hidden, residual = self._start(token, 0.0)
         states = []
         for block, layer_state in zip(self.layers, state.layers, strict=True):
             assert isinstance(block, Block)
@@ -84,9 +88,9 @@ class Backbone(nn.Module):
             states.append(new_state)
         return self._finish(hidden, residual), State(tuple(states))
 
-    def _start(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _start(self, tokens: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
         """The embedding as the first summand, and an empty residual stream."""
-        hidden = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
+        hidden = F.dropout(self.embedding(tokens), dropout, self.training)
         wide = torch.promote_types(hidden.dtype, torch.float32) if self.config.residual_in_fp32 else hidden.dtype
         return hidden, torch.zeros_like(hidden, dtype=wide)
 
@@ -106,10 +110,23 @@ class MambaLM(nn.Module):
         init_linear_(self.lm_head)
         self.tie_weights()
 
+    def reset_parameters(self) -> None:
+        """Initialize all weights anew, for a model that was built on the meta device."""
+        for module in self.modules():
+            if isinstance(module, (Backbone, Mamba1, Mamba2, NormWeight)):
+                module.reset_parameters()
+        if not self.config.tie_embeddings:
+            init_linear_(self.lm_head)
+
     def tie_weights(self) -> None:
         """Make the output layer the embedding itself, where the config says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        nn.Module._apply(self, fn, recurse)
+        self.tie_weights()  # to_empty makes a tensor of its own for each name
+        return self
 
     def names_kept_in_fp32(self) -> list[str]:
         """Parameters that are fp32 whatever the model's dtype: A_log, D and dt bias."""
@@ -135,7 +152,7 @@ class MambaLM(nn.Module):
         of them count. `doc_ids` (B, L) int32 keeps the documents of a row apart. `state` is what an earlier call
         returned, for text that goes on.
         """
-        self._check(tokens, 2, state)
+        self.check_input(tokens, 2, state)
         if targets is None and loss_mask is not None:
             raise ValueError("MambaLM: loss_mask was given without targets; give both, or neither")
         hidden, state = self.backbone(tokens, doc_ids, state)
@@ -145,8 +162,8 @@ class MambaLM(nn.Module):
         return Output(state, loss_sum=loss_sum, num_targets=num_targets)
 
     def step(self, token: Tensor, state: State | None = None) -> StepOutput:
-        """token (B) -> (logits (B, V), state): one step of decoding."""
-        self._check(token, 1, state)
+        """token (B) -> (logits (B, V), state): one step of decoding, without dropout."""
+        self.check_input(token, 1, state)
         hidden, state = self.backbone.step(token, state or self.initial_state(token.shape[0]))
         return StepOutput(self.lm_head(hidden), state)
 
@@ -155,15 +172,16 @@ class MambaLM(nn.Module):
         blocks = [block for block in self.backbone.layers if isinstance(block, Block)]
         return State(tuple(block.mixer.initial_state(batch_size) for block in blocks))
 
-    def _check(self, tokens: Tensor, dims: int, state: State | None) -> None:
+    def check_input(self, tokens: Tensor, dims: int, state: State | None = None) -> None:
+        """Raise when tokens of `dims` dimensions, or a state, cannot belong to this model."""
         rows = self.config.padded_vocab_size
-        shape = "(B, L)" if dims == 2 else "(B,)"
-        if tokens.dim() != dims or tokens.is_floating_point() or tokens.numel() == 0:
+        if tokens.dim() != dims or tokens.dtype not in (torch.int32, torch.int64) or tokens.numel() == 0:
             dtype = str(tokens.dtype).removeprefix("torch.")
             raise ValueError(
-                f"MambaLM: tokens has shape {tuple(tokens.shape)} and dtype {dtype}; need integer token ids {shape}"
+                f"MambaLM: tokens has shape {tuple(tokens.shape)} and dtype {dtype}; "
+                f"need int32 or int64 token ids {'(B, L)' if dims == 2 else '(B,)'}"
             )
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if tokens.device.type == "cpu" and type(tokens) is Tensor and not torch.compiler.is_compiling():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= rows:
                 raise ValueError(

@@ -48,7 +48,7 @@ class Mamba2(KeepsFp32):
         init_dt_bias_(self.dt_bias)
         self.A_log.copy_(torch.empty_like(self.A_log).uniform_(*A_RANGE).log())
         self.D.fill_(1)
-        self.norm.weight.fill_(1)
+        self.norm.reset_parameters()
         init_linear_(self.out_proj, scale=self.config.num_layers**-0.5)
 
     def forward(

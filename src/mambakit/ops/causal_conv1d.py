@@ -2,8 +2,8 @@
 
     y_t = act(bias + sum_{k < W} weight_{W-1-k} x_{t-k})     (x_{t-k} = 0 where it belongs to another document)
 
-Sizes: x (B, L, D); weight (D, W), the newest tap last; bias (D); state (B, W-1, D), the inputs before the row,
-the newest last. Sums are fp32 (fp64 for fp64 inputs). Saved for backward: the inputs; the value before the
+Sizes: x (B, L, D); weight (D, W), the newest tap last; bias (D); state (B, W-1, D), the inputs before the row in its
+dtype, the newest last. Sums are fp32 (fp64 for fp64 inputs). Saved for backward: the inputs; the value before the
 activation is recomputed.
 """
 
@@ -128,8 +128,9 @@ def _conv(
     from .cpu import causal_conv1d as kernels
 
     starts = document_starts("causal_conv1d", doc_ids)
-    y = kernels.forward(x, weight, bias, starts, initial_state, silu, compute_dtype(x))
-    return y.to(x.dtype), _final_state(x, _state_or_zeros(x, weight.shape[1], initial_state), starts)
+    state = _state_or_zeros(x, weight.shape[1], initial_state)
+    y = kernels.forward(x, weight, bias, starts, state, silu, compute_dtype(x))
+    return y.to(x.dtype), _final_state(x, state, starts)
 
 
 @_conv.register_fake
@@ -153,11 +154,12 @@ def _conv_backward(
     if dfinal_state is not None and reach:
         through = dfinal_state.to(dtype)
         if starts is not None:
-            through = through * _in_last_document(starts, reach)[..., None]
+            through = through.masked_fill(~_in_last_document(starts, reach)[..., None], 0)
         from_row = min(reach, x.shape[1])
         dx[:, x.shape[1] - from_row :] += through[:, reach - from_row :]
         dstate[:, from_row:] += through[:, : reach - from_row]
-    dweight, dbias = kernels.backward(x, weight, bias, starts, initial_state, silu, dy, dx, dstate)
+    state = _state_or_zeros(x, weight.shape[1], initial_state)
+    dweight, dbias = kernels.backward(x, weight, bias, starts, state, silu, dy, dx, dstate)
     return gradients([dx, dweight, dbias, dstate], [x, weight, bias, initial_state])
 
 

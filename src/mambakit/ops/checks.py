@@ -23,8 +23,9 @@ class Sizes:
             return self
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{self.op}: {name} is {type(tensor).__name__}; need a tensor of shape {_shape(letters)}")
-        if tensor.is_floating_point() == integer or tensor.is_complex():
-            need = "an integer dtype" if integer else "a real floating-point dtype such as torch.float32"
+        fits = tensor.dtype in (torch.int32, torch.int64) if integer else tensor.is_floating_point()
+        if not fits:
+            need = "int32 or int64" if integer else "a real floating-point dtype such as float32"
             raise TypeError(f"{self.op}: {name} has dtype {_dtype(tensor)}; need {need}")
         if self._device is None:
             self._device = (tensor.device, name)
@@ -58,11 +59,16 @@ class Sizes:
                 raise ValueError(f"{self.op}: {self._bound[letter][1]} has {letter}=0; need at least 1")
 
 
+def batch_letters(op: str, name: str, tensor: Tensor) -> str:
+    """Letters for all dimensions but the last, for operators that take any number of them."""
+    if not isinstance(tensor, Tensor) or tensor.dim() < 1:
+        raise TypeError(f"{op}: {name} is {type(tensor).__name__}; need a tensor of shape (..., D)")
+    return " ".join(f"b{i}" for i in range(tensor.dim() - 1))
+
+
 def check_documents(op: str, doc_ids: Tensor | None) -> None:
-    """doc_ids is int32 and, where that can be seen without waiting for a device, never decreases."""
-    if doc_ids is None:
-        return
-    if doc_ids.dtype != torch.int32:
+    """doc_ids is int32. That it never decreases is checked where the values are at hand: `document_starts`."""
+    if doc_ids is not None and doc_ids.dtype != torch.int32:
         raise TypeError(f"{op}: doc_ids has dtype {_dtype(doc_ids)}; need int32, as doc_ids.to(torch.int32)")
 
 

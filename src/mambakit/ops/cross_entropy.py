@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .checks import Sizes, compute_dtype
+from .checks import Sizes, batch_letters, compute_dtype
 
 LOGITS_AT_ONCE = 2**24
 
@@ -26,7 +26,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, loss_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(loss_sum, token_count), two scalars: fp32 and int64. Divide them for the mean."""
-    letters = " ".join(f"b{i}" for i in range(max(hidden.dim() - 1, 0)))
+    letters = batch_letters("linear_cross_entropy", "hidden", hidden)
     sizes = Sizes("linear_cross_entropy")("hidden", hidden, f"{letters} D")("weight", weight, "V D")
     sizes("targets", targets, letters, integer=True).at_least_one("D", "V")
     if loss_mask is not None and (loss_mask.shape != targets.shape or loss_mask.device != targets.device):
@@ -38,8 +38,8 @@ def linear_cross_entropy(
     if dispatch.choose("linear_cross_entropy", hidden.device, portable=True) == "reference":
         loss_sum = linear_cross_entropy_reference(hidden, weight, targets, counted)
     else:
-        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        loss_sum, _, _ = _cross_entropy(hidden, weight, targets, counted, with_gradients)
+        wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+        loss_sum, _, _ = _cross_entropy(hidden, weight, targets, counted, *wanted)
     return loss_sum, counted.sum()
 
 
@@ -47,9 +47,10 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tens
     """All logits at once, and torch's own cross entropy."""
     dtype = compute_dtype(hidden)
     _check_targets(targets, counted, weight.shape[0])
+    rows = torch.where(counted[..., None], hidden.to(dtype), 0).reshape(-1, hidden.shape[-1])  # (T, D)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = hidden.to(dtype) @ weight.to(dtype).t()  # (..., V)
-    losses = F.cross_entropy(logits.flatten(0, -2), _safe(targets, counted).flatten(), reduction="none")
+        logits = rows @ weight.to(dtype).t()  # (T, V)
+    losses = F.cross_entropy(logits, _safe(targets, counted).flatten(), reduction="none")
     return (losses * counted.flatten()).sum()
 
 
@@ -71,48 +72,62 @@ def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
 
 @torch.library.custom_op("mambakit::linear_cross_entropy", mutates_args=())
 def _cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, with_gradients: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss_sum, its gradient in hidden, in weight); the gradients are empty unless asked for."""
+    """(loss_sum, its gradient in hidden, in weight); a gradient is empty unless asked for."""
     _check_targets(targets, counted, weight.shape[0])
     dtype = compute_dtype(hidden)
     rows = hidden.reshape(-1, hidden.shape[-1])  # (T, D)
     W = weight.to(dtype)
-    wanted, used = _safe(targets, counted).reshape(-1, 1), counted.reshape(-1, 1).to(dtype)
+    wanted, used = _safe(targets, counted).reshape(-1, 1), counted.reshape(-1, 1)
     loss_sum = rows.new_zeros((), dtype=dtype)
-    dhidden = rows.new_empty(rows.shape if with_gradients else (0,), dtype=dtype)
-    dweight = W.new_zeros(W.shape if with_gradients else (0,))
+    dhidden = rows.new_empty(rows.shape if with_dhidden else (0,), dtype=dtype)
+    dweight = W.new_zeros(W.shape if with_dweight else (0,))
+    at_once = max(1, LOGITS_AT_ONCE // W.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
-        for part in torch.arange(rows.shape[0]).split(max(1, LOGITS_AT_ONCE // W.shape[0])):
-            block = slice(int(part[0]), int(part[-1]) + 1)
-            h = rows[block].to(dtype)
+        for first in range(0, rows.shape[0], at_once):
+            block = slice(first, first + at_once)
+            h = torch.where(used[block], rows[block].to(dtype), 0)  # what is not counted cannot spoil the sums
             logits = h @ W.t()  # (block, V)
             normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
             loss_sum += ((normalizer - logits.gather(1, wanted[block])) * used[block]).sum()
-            if with_gradients:
+            if with_dhidden or with_dweight:
                 dlogits = logits.sub_(normalizer).exp_()  # softmax
-                dlogits.scatter_add_(1, wanted[block], -torch.ones_like(used[block])).mul_(used[block])
-                torch.mm(dlogits, W, out=dhidden[block])
-                dweight.addmm_(dlogits.t(), h)
-    if with_gradients:
-        dhidden = dhidden.view(hidden.shape)
-    return loss_sum, dhidden, dweight
+                dlogits.scatter_add_(1, wanted[block], -torch.ones_like(normalizer)).mul_(used[block])
+                if with_dhidden:
+                    torch.mm(dlogits, W, out=dhidden[block])
+                if with_dweight:
+                    dweight.addmm_(dlogits.t(), h)
+    return loss_sum, dhidden.view(hidden.shape) if with_dhidden else dhidden, dweight
 
 
 @_cross_entropy.register_fake
 def _cross_entropy_fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, with_gradients: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(hidden)
-    empty = hidden.new_empty(0, dtype=dtype)
-    if not with_gradients:
-        return hidden.new_empty((), dtype=dtype), empty, torch.empty_like(empty)
-    dhidden, dweight = (tensor.new_empty(tensor.shape, dtype=dtype) for tensor in (hidden, weight))
-    return hidden.new_empty((), dtype=dtype), dhidden, dweight
+    dhidden = hidden.new_empty(hidden.shape if with_dhidden else (0,), dtype=dtype)
+    return (
+        hidden.new_empty((), dtype=dtype),
+        dhidden,
+        weight.new_empty(weight.shape if with_dweight else (0,), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("mambakit::linear_cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(dhidden: Tensor, dweight: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+    """Both gradients times that of the loss. An operator of its own, so that a second derivative is refused rather
+    than taken of gradients that have become constants."""
+    return dhidden * dloss, dweight * dloss
+
+
+@_cross_entropy_backward.register_fake
+def _cross_entropy_backward_fake(dhidden: Tensor, dweight: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dhidden), torch.empty_like(dweight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, *_ = inputs
+    hidden, weight, *_, ctx.with_dhidden, ctx.with_dweight = inputs
     _, dhidden, dweight = output
     ctx.dtypes = hidden.dtype, weight.dtype
     ctx.mark_non_differentiable(dhidden, dweight)
@@ -122,9 +137,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _differentiate(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dloss is None:
-        return None, None, None, None, None
-    scaled = [(grad * dloss).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-    return scaled[0], scaled[1], None, None, None
+        return None, None, None, None, None, None
+    dhidden, dweight = _cross_entropy_backward(*ctx.saved_tensors, dloss)
+    return (
+        dhidden.to(ctx.dtypes[0]) if ctx.with_dhidden else None,
+        dweight.to(ctx.dtypes[1]) if ctx.with_dweight else None,
+        None, None, None, None,
+    )  # fmt: skip
 
 
 _cross_entropy.register_autograd(_differentiate, setup_context=_save)

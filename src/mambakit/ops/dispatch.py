@@ -16,21 +16,25 @@ logger = logging.getLogger("mambakit.ops")
 
 BACKENDS = ("auto", "reference", "cpu")
 
-_requested = "auto"
+_requested = "auto"  # a plain global, since torch.compile can guard on that and not on a ContextVar
+_open_blocks: list[list[str]] = []
 _announced: set[tuple[str, str, str]] = set()
 
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Use one backend for every operator called inside the block, in all threads."""
+    """Use one backend for every operator called inside the block, in all threads; the last block entered decides."""
     global _requested
     if name not in BACKENDS:
         raise ValueError(f"ops.backend({name!r}) does not exist here; choose one of {', '.join(BACKENDS)}")
-    before, _requested = _requested, name
+    block = [name]
+    _open_blocks.append(block)
+    _requested = name
     try:
         yield
-    finally:
-        _requested = before
+    finally:  # blocks of two threads may close in any order, so each takes out itself alone
+        _open_blocks[:] = [other for other in _open_blocks if other is not block]
+        _requested = _open_blocks[-1][0] if _open_blocks else "auto"
 
 
 def choose(op: str, device: torch.device, *, portable: bool = False) -> str:

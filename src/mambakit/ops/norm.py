@@ -5,7 +5,8 @@
     y = rms(s) weight silu(gate)          with norm_before_gate
 
 The mean runs over groups of `group_size` channels, or over all of them. Sizes: x, residual, gate (..., D);
-weight (D). Everything is computed in fp32 (fp64 for fp64 inputs). Saved for backward: the inputs.
+weight (D). Everything is computed in fp32 (fp64 for fp64 inputs). Saved for backward: weight, gate, and x or
+the new residual as it was stored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
-from .checks import Sizes, compute_dtype
+from .checks import Sizes, batch_letters, compute_dtype
 
 
 @overload
@@ -42,8 +43,7 @@ def rms_norm(
     norm_before_gate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y in x's dtype, or (y, new residual) when a residual is given."""
-    channels = x.shape[-1] if x.dim() else 0
-    group = _check(x, weight, eps, residual, gate, group_size, channels)
+    group = _check(x, weight, eps, residual, gate, group_size)
     if dispatch.choose("rms_norm", x.device) == "reference":
         return rms_norm_reference(
             x, weight, eps=eps, residual=residual, gate=gate, group_size=group, norm_before_gate=norm_before_gate
@@ -54,14 +54,15 @@ def rms_norm(
 
 def _check(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group_size: int | None, channels: int,
+    group_size: int | None,
 ) -> int:  # fmt: skip
     """The group size, once the arguments fit each other."""
-    letters = " ".join([*(f"b{i}" for i in range(x.dim() - 1)), "D"])
+    letters = f"{batch_letters('rms_norm', 'x', x)} D"
     sizes = Sizes("rms_norm")("x", x, letters)("weight", weight, "D")
     sizes("residual", residual, letters)("gate", gate, letters).at_least_one("D")
     if not eps >= 0:
         raise ValueError(f"rms_norm: eps={eps}; need a number of at least 0, such as 1e-5")
+    channels = sizes["D"]
     group = channels if group_size is None else group_size
     if group < 1 or channels % group:
         raise ValueError(f"rms_norm: group_size={group} does not divide the {channels} channels of x")

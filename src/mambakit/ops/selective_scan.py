@@ -175,7 +175,7 @@ def _scan_backward(
     initial_state: Tensor | None,
     kept: Tensor,
     dy: Tensor,
-    dfinal_state: Tensor,
+    dfinal_state: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the argument is absent."""
     from .cpu import selective_scan as kernels
@@ -220,11 +220,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *tensors, doc_ids, initial_state, kept = ctx.saved_tensors
-    x, A = tensors[0], tensors[2]
-    if dy is None:
-        dy = torch.zeros_like(x)
-    if dfinal_state is None:
-        dfinal_state = kept.new_zeros(x.shape[0], *A.shape)
+    dy = dy if dy is not None else torch.zeros_like(tensors[0])
     grads = _scan_backward(*tensors, ctx.dt_softplus, doc_ids, initial_state, kept, dy, dfinal_state)
     *dtensors, dinitial_state = only_given(grads, [*tensors, initial_state])
     return *dtensors, None, None, dinitial_state

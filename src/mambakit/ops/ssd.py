@@ -9,7 +9,9 @@ Sizes: x (B, L, H, P); dt (B, L, H); A, dt_bias (H); B, C (B, L, G, N), each gro
 D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inputs).
 
 The fast path cuts time into chunks and turns the recurrence into matrix products (ops/cpu/ssd.py). Saved for
-backward: the inputs; decays, chunk states and the rest are recomputed.
+backward: the inputs, and the state before each of a few spans of chunks; the rest is recomputed. A is meant to be
+negative: where states grow past the range of fp32, so does what comes of them. A NaN is not held back by a boundary
+inside a chunk, since masks are factors of zero there.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ def ssd(
     `chunk_size` steers speed and memory alone; None lets the kernel choose.
     """
     sizes = Sizes("ssd")("x", x, "B L H P")("dt", dt, "B L H")("A", A, "H")("B", B, "B L G N")("C", C, "B L G N")
-    sizes("D", D, "H P" if D is not None and D.dim() == 2 else "H")("dt_bias", dt_bias, "H")
+    sizes("D", D, "H P" if isinstance(D, Tensor) and D.dim() == 2 else "H")("dt_bias", dt_bias, "H")
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B H P N")
     sizes.at_least_one("B", "L", "H", "P", "G", "N")
     _check_heads("ssd", sizes)
     check_documents("ssd", doc_ids)
     low, high = _check_limit("ssd", dt_limit)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"ssd: chunk_size={chunk_size}; need at least 1, or None to let the kernel choose")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
     if dispatch.choose("ssd", x.device) == "reference":
         return ssd_reference(
             x, dt, A, B, C, D, dt_bias,
@@ -79,7 +81,7 @@ def ssd_step(
     """One token: x (B, H, P), dt (B, H), B, C (B, G, N), state (B, H, P, N) -> (y (B, H, P), new state)."""
     sizes = Sizes("ssd_step")("x", x, "B H P")("state", state, "B H P N")("dt", dt, "B H")("A", A, "H")
     sizes("B", B, "B G N")("C", C, "B G N")("dt_bias", dt_bias, "H")
-    sizes("D", D, "H P" if D is not None and D.dim() == 2 else "H").at_least_one("B", "H", "P", "G", "N")
+    sizes("D", D, "H P" if isinstance(D, Tensor) and D.dim() == 2 else "H").at_least_one("B", "H", "P", "G", "N")
     _check_heads("ssd_step", sizes)
     _check_limit("ssd_step", dt_limit)
     dtype = compute_dtype(x)
@@ -96,7 +98,7 @@ def _check_heads(op: str, sizes: Sizes) -> None:
 
 
 def _check_limit(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
-    low, high = dt_limit
+    low, high = dt_limit if len(dt_limit) == 2 else (math.nan, math.nan)
     if not low <= high:
         raise ValueError(f"{op}: dt_limit={dt_limit}; need (lowest, highest) with lowest <= highest")
     return float(low), float(high)

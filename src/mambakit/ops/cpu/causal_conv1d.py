@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, sigmoid
+from .activation import silu as apply_silu
+from .activation import silu_backward
+from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel
 
 
 @kernel
@@ -27,21 +29,6 @@ def _sum_four_products(
 ) -> None:
     for i in range(total.size):
         total[i] = bias[i] + a0[i] * b0[i] + a1[i] * b1[i] + a2[i] * b2[i] + a3[i] * b3[i]
-
-
-@kernel
-def _silu(values: Any) -> None:
-    for i in range(values.size):
-        values[i] = values[i] * sigmoid(values[i])
-
-
-@kernel
-def _silu_backward(values: Any, dout: Any) -> None:
-    """values, the input of silu, becomes its gradient."""
-    for i in range(values.size):
-        s = sigmoid(values[i])
-        silu = values[i] * s
-        values[i] = dout[i] * (s + silu - silu * s)
 
 
 @kernel
@@ -97,7 +84,7 @@ def _forward_block(
         y = out[row, t, begin:end]
         _convolve(y, x, x_step, taps, bias, state, windows[t], row, length, t, begin, end)
         if silu:
-            _silu(y)
+            apply_silu(y)
 
 
 @kernel
@@ -115,7 +102,7 @@ def _backward_block(
     for t in range(length):
         if silu:
             _convolve(dy, x, x_step, taps, bias, state, windows[t], row, length, t, begin, end)
-            _silu_backward(dy, dout[row, t, begin:end])
+            silu_backward(dy, dout[row, t, begin:end])
         else:
             copy_to(dy, dout[row, t, begin:end])
         for i in range(dy.size):
@@ -130,21 +117,19 @@ def _backward_block(
 
 
 def _arguments(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor,
     silu: bool, dtype: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
-    channels, width = weight.shape
-    offset = bias if bias is not None else weight.new_zeros(channels)
-    state = initial_state if initial_state is not None else weight.new_zeros(x.shape[0], width - 1, channels)
+    offset = bias if bias is not None else weight.new_zeros(weight.shape[0])
     resets = starts if starts is not None else torch.empty(0, 0, dtype=torch.bool)
     return (
-        *flat(x, dtype), array(weight.t(), dtype), array(offset, dtype), array(state, dtype),
+        *flat(x, dtype), array(weight.t(), dtype), array(offset, dtype), array(initial_state, dtype),
         array(resets, torch.bool), silu,
     )  # fmt: skip
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor,
     silu: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """y (B, L, D) in `dtype`."""
@@ -159,7 +144,7 @@ def forward(
 
 
 def backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor,
     silu: bool, dy: Tensor, dx: Tensor, dstate: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dweight, dbias); adds to dx (B, L, D) and dstate (B, W - 1, D), which may hold other gradients already."""

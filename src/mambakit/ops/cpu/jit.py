@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,14 @@ Kernel = Callable[..., Any]
 CHANNEL_BLOCK = 256
 
 
+@functools.cache
+def _fingerprint() -> str:
+    """Of all files in this folder. numba names its cache files after the function and looks at that function's own
+    file alone: without this, a kernel would outlive a change in what it calls."""
+    contents = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(contents).hexdigest()[:12]
+
+
 def kernel(function: Kernel) -> Kernel:
     """Compile without the GIL. Multiply-adds may fuse; sums keep their order."""
     return _compile(function, {"contract", "nsz", "arcp"})
@@ -40,6 +50,7 @@ def reduction_kernel(function: Kernel) -> Kernel:
 
 def _compile(function: Kernel, fastmath: set[str]) -> Kernel:
     options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
+    function.__qualname__ += f"_{_fingerprint()}"
     try:
         compiled: Kernel = njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to cache in is writable: compile anew in each process
@@ -93,7 +104,7 @@ borrowed: Kernel = intrinsic(_borrowed)
 
 
 def exp2(x: float) -> float:
-    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7 (one part in 2^-126 below x = -126)."""
+    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7, which stays at 2^-126 below and 2^127 above."""
     return float(2.0**x)
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, reduction_kernel, sigmoid
+from .activation import gate as apply_gate
+from .activation import gate_backward
+from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, reduction_kernel
 
 ROWS = 64
 
@@ -19,26 +21,6 @@ def _dot(a: Any, b: Any) -> Any:
     for i in range(a.size):
         total += a[i] * b[i]
     return total
-
-
-# An array is passed once, never twice under two names: where two arguments overlap, LLVM's loop is not vectorized.
-
-
-@kernel
-def _gate(values: Any, gate: Any) -> None:
-    """values *= silu(gate)."""
-    for i in range(values.size):
-        values[i] = values[i] * gate[i] * sigmoid(gate[i])
-
-
-@kernel
-def _gate_backward(values: Any, gate: Any, grad: Any, dgate: Any) -> None:
-    """grad enters as the gradient of values silu(gate) and leaves as that of values."""
-    for i in range(values.size):
-        s = sigmoid(gate[i])
-        silu = gate[i] * s
-        dgate[i] = grad[i] * values[i] * (s + silu - silu * s)
-        grad[i] = grad[i] * silu
 
 
 @kernel
@@ -71,13 +53,13 @@ def _forward_rows(
             copy_to(values, x_row)
         gates = gate[row * gate_step : row * gate_step + channels]
         if gate.size > 0 and not gate_last:
-            _gate(values, gates)
+            apply_gate(values, gates)
         for first in range(0, channels, group):
             part = values[first : first + group]
             scale = part.dtype.type(1) / np.sqrt(_dot(part, part) / part.dtype.type(group) + eps)
             _scaled(part, scale, weight[first : first + group], out[row, first : first + group])
         if gate.size > 0 and gate_last:
-            _gate(out[row], gates)
+            apply_gate(out[row], gates)
 
 
 @kernel
@@ -111,7 +93,7 @@ def _backward_rows(
         gates = gate[row * gate_step : row * gate_step + channels]
         copy_to(inner, values)
         if gate.size > 0 and not gate_last:
-            _gate(inner, gates)
+            apply_gate(inner, gates)
         for first in range(0, channels, group):
             last = first + group
             part = inner[first:last]
@@ -121,12 +103,12 @@ def _backward_rows(
             if gate.size > 0 and gate_last:
                 normed_part = normed[first:last]
                 _scaled(part, scale, weight[first:last], normed_part)
-                _gate_backward(normed_part, gates[first:last], dy_part, dgate[row, first:last])
+                gate_backward(normed_part, gates[first:last], dy_part, dgate[row, first:last])
             _normalize_backward(
                 part, scale, weight[first:last], dy_part, dweight[block, first:last], dvalues[row, first:last]
             )
         if gate.size > 0 and not gate_last:
-            _gate_backward(values, gates, dvalues[row], dgate[row])
+            gate_backward(values, gates, dvalues[row], dgate[row])
         if dtotal.size > 0:
             copy_to(inner, dvalues[row])
             _add(inner, dtotal[row], dvalues[row])

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .jit import LN_2, LOG2_E, array, blocks, borrowed, copy_to, exp2, flat, for_each, kernel, reduction_kernel, sigmoid
+from .activation import gate, gate_backward
+from .jit import LN_2, LOG2_E, array, blocks, borrowed, copy_to, exp2, flat, for_each, kernel, reduction_kernel
 
 INTERVAL = 32
 
@@ -42,22 +43,6 @@ def _advance_keeping(
         decay[i] = a
         after[i] = new
         y[i] += new * C_n
-
-
-@kernel
-def _gate(y: Any, z: Any) -> None:
-    """y *= silu(z)."""
-    for i in range(y.size):
-        y[i] = y[i] * z[i] * sigmoid(z[i])
-
-
-@kernel
-def _gate_backward(y: Any, z: Any, dout: Any, dy: Any, dz: Any) -> None:
-    for i in range(y.size):
-        s = sigmoid(z[i])
-        silu = z[i] * s
-        dy[i] = dout[i] * silu
-        dz[i] = dout[i] * y[i] * (s + silu - silu * s)
 
 
 @reduction_kernel
@@ -110,7 +95,7 @@ def _forward_block(
         for n in range(num_states):
             _advance(dt_t, dtx, A[n, begin:end], state[n], B[r * B_step + n], C[r * C_step + n], y)
         if z.size > 0:
-            _gate(y, z[r * z_step + begin : r * z_step + end])
+            gate(y, z[r * z_step + begin : r * z_step + end])
     states[row, :, begin:end] = state
 
 
@@ -164,11 +149,9 @@ def _backward_block(
             fresh = starts.size > 0 and starts[row, t]
             x_t = x[r * x_step + begin : r * x_step + end]
             dt_t = dt[r * dt_step + begin : r * dt_step + end]
+            copy_to(dy, dout[row, t, begin:end])
             if z.size > 0:
-                z_t = z[r * z_step + begin : r * z_step + end]
-                _gate_backward(y[k], z_t, dout[row, t, begin:end], dy, dz[row, t, begin:end])
-            else:
-                copy_to(dy, dout[row, t, begin:end])
+                gate_backward(y[k], z[r * z_step + begin : r * z_step + end], dy, dz[row, t, begin:end])
             ddt_t = ddt[row, t, begin:end]
             copy_to(ddt_t, zeros)
             copy_to(ddtx, zeros)
@@ -229,7 +212,7 @@ def forward(
 
 def backward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    starts: Tensor | None, kept: Tensor, dy: Tensor, dfinal_state: Tensor, dtype: torch.dtype,
+    starts: Tensor | None, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of (x, dt, A, B, C, D, z, initial_state) in `dtype`; that of an absent z is empty."""
     batch, length, channels = x.shape
@@ -240,7 +223,9 @@ def backward(
         dz = torch.empty(0, 0, 0, dtype=dtype)
     dA, dD = torch.empty(batch, num_states, channels, dtype=dtype), torch.empty(batch, channels, dtype=dtype)
     dB, dC = (torch.empty(len(ranges), batch, length, num_states, dtype=dtype) for _ in range(2))
-    dstates = torch.empty(batch, num_states, channels, dtype=dtype).copy_(dfinal_state.transpose(1, 2))
+    dstates = torch.zeros(batch, num_states, channels, dtype=dtype)
+    if dfinal_state is not None:
+        dstates.copy_(dfinal_state.transpose(1, 2))
     arguments = (
         *_arguments(x, dt, A, B, C, D, z, starts, dtype),
         kept.numpy(), array(dy, dtype), dstates.numpy(), dx.numpy(), ddt.numpy(), dA.numpy(),

@@ -80,17 +80,21 @@ def _cumulate(dA: Any, starts: Any, cum: Any, first: Any) -> None:
                     cum[b, c, h, i] = dA[b, c, i, h] if fresh else cum[b, c, h, i - 1] + dA[b, c, i, h]
 
 
+# Sums of dt A are made in fp64 and handed on as `high` + `low`, two numbers of the compute dtype, scaled by log2(e):
+# the difference of two long sums keeps all its digits, and the loops keep their lanes.
+
+
 @kernel
-def _decay_times(cum_i: Any, cum: Any, products: Any, out: Any) -> None:
-    """out_j = exp(cum_i - cum_j) products_j; cum is scaled by log2(e)."""
+def _decay_times(high_i: Any, low_i: Any, high: Any, low: Any, products: Any, out: Any) -> None:
+    """out_j = exp(cum_i - cum_j) products_j."""
     for j in range(out.size):
-        out[j] = exp2(cum_i - cum[j]) * products[j]
+        out[j] = exp2((high_i - high[j]) + (low_i - low[j])) * products[j]
 
 
 @kernel
-def _score(cum: Any, products: Any, first: Any, scores: Any, b: Any, c: Any) -> None:
+def _score(high: Any, low: Any, products: Any, first: Any, scores: Any, b: Any, c: Any) -> None:
     """scores (B, c, H, Q, Q) of one chunk: exp(cum_i - cum_j) C_i B_j for first_i <= j <= i, else zero."""
-    cum, products, scores = borrowed(cum), borrowed(products), borrowed(scores)
+    high, low, products, scores = borrowed(high), borrowed(low), borrowed(products), borrowed(scores)
     heads, size = scores.shape[2:4]
     share = heads // products.shape[2]
     for h in range(heads):
@@ -99,18 +103,20 @@ def _score(cum: Any, products: Any, first: Any, scores: Any, b: Any, c: Any) -> 
             for j in range(begin):
                 scores[b, c, h, i, j] = 0
             _decay_times(
-                cum[b, c, h, i], cum[b, c, h, begin : i + 1], products[b, c, h // share, i, begin : i + 1],
-                scores[b, c, h, i, begin : i + 1],
+                high[b, c, h, i], low[b, c, h, i], high[b, c, h, begin : i + 1], low[b, c, h, begin : i + 1],
+                products[b, c, h // share, i, begin : i + 1], scores[b, c, h, i, begin : i + 1],
             )  # fmt: skip
             for j in range(i + 1, size):
                 scores[b, c, h, i, j] = 0
 
 
 @kernel
-def _decay_backward(cum_i: Any, cum: Any, products: Any, dscores: Any, dproducts: Any, between: Any) -> None:
+def _decay_backward(
+    high_i: Any, low_i: Any, high: Any, low: Any, products: Any, dscores: Any, dproducts: Any, between: Any
+) -> None:
     """dproducts_j += dscores_j exp(cum_i - cum_j); between_j += dscores_j exp(cum_i - cum_j) products_j."""
-    for j in range(cum.size):
-        through = dscores[j] * exp2(cum_i - cum[j])
+    for j in range(high.size):
+        through = dscores[j] * exp2((high_i - high[j]) + (low_i - low[j]))
         dproducts[j] += through
         between[j] += through * products[j]
 
@@ -125,14 +131,15 @@ def _sum(values: Any) -> Any:
 
 @kernel
 def _score_backward(
-    cum: Any, products: Any, first: Any, dscores: Any, dproducts: Any, ddA: Any, b: Any, c: Any
+    high: Any, low: Any, products: Any, first: Any, dscores: Any, dproducts: Any, ddA: Any, b: Any, c: Any
 ) -> None:
     """dproducts (B, c, G, Q, Q), zero before, and ddA (B, c, H, Q) of one chunk.
 
     dt A of token k decays all that goes from j < k to i >= k: walking down from the last i, `between` sums what comes
     from each j. (Row sums minus column sums would give the same, but cancel: in fp32, four digits of A's gradient.)
     """
-    cum, products, dscores, dproducts = borrowed(cum), borrowed(products), borrowed(dscores), borrowed(dproducts)
+    high, low, products = borrowed(high), borrowed(low), borrowed(products)
+    dscores, dproducts = borrowed(dscores), borrowed(dproducts)
     heads, size = dscores.shape[2:4]
     share = heads // products.shape[2]
     between = np.empty(size, dscores.dtype)
@@ -143,8 +150,9 @@ def _score_backward(
         for i in range(size - 1, -1, -1):
             begin = first[b, c, i]
             _decay_backward(
-                cum[b, c, h, i], cum[b, c, h, begin : i + 1], products[b, c, g, i, begin : i + 1],
-                dscores[b, c, h, i, begin : i + 1], dproducts[b, c, g, i, begin : i + 1], between[begin : i + 1],
+                high[b, c, h, i], low[b, c, h, i], high[b, c, h, begin : i + 1], low[b, c, h, begin : i + 1],
+                products[b, c, g, i, begin : i + 1], dscores[b, c, h, i, begin : i + 1],
+                dproducts[b, c, g, i, begin : i + 1], between[begin : i + 1],
             )  # fmt: skip
             ddA[b, c, h, i] = _sum(between[begin:i])
 
@@ -224,7 +232,7 @@ class _Piece:
         self.heads_per_group = x.shape[2] // self.groups
         self.x, self.dt = self.chunked(x, state.dtype), self.chunked(dt, state.dtype)  # dt (B, c, Q, H)
         self.B, self.C = (self.chunked(t, state.dtype).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
-        self.first, self.cum, self.from_start, self.to_end, self.through = self._decays(A, starts)
+        self.first, self.high, self.low, self.from_start, self.to_end, self.through = self._decays(A, starts)
         self.leaving = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
         self.states, self.final_state = self.carried(self.B.transpose(-1, -2) @ self.leaving, state)
 
@@ -251,23 +259,27 @@ class _Piece:
         return grouped.transpose(2, 3).flatten(3, 4)
 
     def _decays(self, A: Tensor, starts: Tensor | None) -> tuple[Tensor, ...]:
-        """first (B, c, Q); cum (B, c, H, Q);
+        """first (B, c, Q); cum (B, c, H, Q) times log2(e) in two parts, high and low;
         from_start (B, c, Q, H): exp(cum_i), zero past the document that enters the chunk;
         to_end (B, c, Q, H): exp(cum_Q - cum_j), zero before the document that leaves it;
         through (B, c, H): exp(cum_Q), zero when a document begins inside."""
-        dA = self.dt * A.to(self.dt.dtype)
+        dtype, wide = self.dt.dtype, torch.float64
+        dA = self.dt.to(wide) * A.to(wide)
         rows, chunks, size, heads = dA.shape
         cum, first = dA.new_empty(rows, chunks, heads, size), torch.empty(rows, chunks, size, dtype=torch.int64)
         fresh = self.chunked(starts, torch.bool) if starts is not None else torch.empty(0, 0, 0, dtype=torch.bool)
-        arguments = array(dA, dA.dtype), array(fresh, torch.bool), cum.numpy(), first.numpy()
-        _cumulate(*arguments)
+        _cumulate(array(dA, wide), array(fresh, torch.bool), cum.numpy(), first.numpy())
         by_time = cum.transpose(2, 3)  # (B, c, Q, H)
-        from_start, to_end = by_time.exp(), (by_time[:, :, -1:] - by_time)
+        from_start, to_end = by_time.exp(), by_time[:, :, -1:] - by_time
         if starts is not None:
             entering = (first == 0) & ~fresh[:, :, :1]
             from_start.masked_fill_(~entering[..., None], 0)
             to_end.masked_fill_((first != first[:, :, -1:])[..., None], -torch.inf)
-        return first, cum, from_start, to_end.exp_(), from_start[:, :, -1]
+        scaled = cum.mul_(LOG2_E)
+        high = scaled.to(dtype)
+        low = (scaled - high).to(dtype)
+        from_start = from_start.to(dtype)
+        return first, high, low, from_start, to_end.exp_().to(dtype), from_start[:, :, -1]
 
     def carried(self, added: Tensor, state: Tensor, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """(the state before each chunk (B, c, G, N, hP), the state after all) from what each chunk adds, which is
@@ -286,23 +298,25 @@ class _Piece:
         return added, state
 
     def _for_each_chunk(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        rows, chunks = self.cum.shape[:2]
+        rows, chunks = self.high.shape[:2]
         for_each(lambda task: function(*arguments, *divmod(task, chunks)), rows * chunks)
+
+    def _numpy(self) -> tuple[Any, Any]:
+        return self.high.numpy(), self.low.numpy()
 
     def scores(self) -> tuple[Tensor, Tensor]:
         """(C_i B_j (B, c, G, Q, Q), that times exp(cum_i - cum_j) (B, c, H, Q, Q), zero unless first_i <= j <= i)."""
         products = self.C @ self.B.transpose(-1, -2)
-        scores = products.new_empty(*self.cum.shape, self.chunk)
-        arguments = array(self.cum * LOG2_E, products.dtype), products.numpy(), self.first.numpy(), scores.numpy()
+        scores = products.new_empty(*self.high.shape, self.chunk)
+        arguments = (*self._numpy(), products.numpy(), self.first.numpy(), scores.numpy())
         self._for_each_chunk(_score, arguments)
         return products, scores
 
     def scores_backward(self, products: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor]:
         """(gradient of C_i B_j (B, c, G, Q, Q), of dt A (B, c, H, Q))."""
-        dproducts, ddA = torch.zeros_like(products), torch.empty_like(self.cum)
+        dproducts, ddA = torch.zeros_like(products), torch.empty_like(self.high)
         arguments = (
-            array(self.cum * LOG2_E, products.dtype), products.numpy(), self.first.numpy(), dscores.numpy(),
-            dproducts.numpy(), ddA.numpy(),
+            *self._numpy(), products.numpy(), self.first.numpy(), dscores.numpy(), dproducts.numpy(), ddA.numpy(),
         )  # fmt: skip
         self._for_each_chunk(_score_backward, arguments)
         return dproducts, ddA
