@@ -248,13 +248,12 @@ def test_a_model_built_on_meta_can_be_given_memory_and_initialized(kind: str, ti
             parameter.fill_(math.nan)
     model.reset_parameters()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    torch.manual_seed(3)
-    model.reset_parameters()
-    again = MambaLM(ModelConfig(**settings))
-    for (name, mine), (_, theirs) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        assert mine.std(correction=0) == pytest.approx(float(theirs.std(correction=0).detach()), rel=0.3, abs=1e-6), (
-            name
-        )
+    assert model.backbone.embedding.weight.detach().std().item() == pytest.approx(0.02, rel=0.1)
+    if not tie:
+        assert model.lm_head.weight.detach().abs().max().item() == pytest.approx(64**-0.5, rel=0.05)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "norm_f.weight", ".D")):
+            assert bool((parameter == 1).all()), name
 
 
 @every_kind
