@@ -148,18 +148,16 @@ def _conv_backward(
 
     dtype = compute_dtype(x)
     starts = document_starts("causal_conv1d", doc_ids)
-    reach = weight.shape[1] - 1
-    dx = torch.zeros(x.shape, dtype=dtype)
-    dstate = torch.zeros(x.shape[0], reach, x.shape[2], dtype=dtype)
+    state = _state_or_zeros(x, weight.shape[1], initial_state)
+    dx, dweight, dbias, dstate = kernels.backward(x, weight, bias, starts, state, silu, dy, dtype)
+    reach, length = state.shape[1], x.shape[1]
     if dfinal_state is not None and reach:
         through = dfinal_state.to(dtype)
         if starts is not None:
             through = through.masked_fill(~_in_last_document(starts, reach)[..., None], 0)
-        from_row = min(reach, x.shape[1])
-        dx[:, x.shape[1] - from_row :] += through[:, reach - from_row :]
+        from_row = min(reach, length)
+        dx[:, length - from_row :] += through[:, reach - from_row :]
         dstate[:, from_row:] += through[:, : reach - from_row]
-    state = _state_or_zeros(x, weight.shape[1], initial_state)
-    dweight, dbias = kernels.backward(x, weight, bias, starts, state, silu, dy, dx, dstate)
     return gradients([dx, dweight, dbias, dstate], [x, weight, bias, initial_state])
 
 
