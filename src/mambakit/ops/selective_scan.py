@@ -143,10 +143,10 @@ def _scan(
     """(y, final state, states kept for backward)."""
     from .cpu import selective_scan as kernels
 
-    dtype = compute_dtype(x)
-    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
     starts = document_starts("selective_scan", doc_ids)
-    y, final_state, kept = kernels.forward(x, steps, A, B, C, D, z, starts, initial_state, dtype)
+    y, final_state, kept = kernels.forward(
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state, compute_dtype(x)
+    )
     return y.to(x.dtype), final_state, kept
 
 
@@ -180,16 +180,11 @@ def _scan_backward(
     """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the argument is absent."""
     from .cpu import selective_scan as kernels
 
-    dtype = compute_dtype(x)
-    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
     starts = document_starts("selective_scan", doc_ids)
-    dx, ddt, dA, dB, dC, dD, dz, dstate = kernels.backward(
-        x, steps, A, B, C, D, z, starts, kept, dy, dfinal_state, dtype
+    grads = kernels.backward(
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, kept, dy, dfinal_state, compute_dtype(x)
     )
-    if dt_softplus:
-        ddt *= -torch.expm1(-steps)  # softplus' = 1 - exp(-softplus)
-    ddt_bias = ddt.sum((0, 1)) if dt_bias is not None else None
-    return gradients([dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dstate], [x, dt, A, B, C, D, z, dt_bias, initial_state])
+    return gradients(grads, [x, dt, A, B, C, D, z, dt_bias, initial_state])
 
 
 @_scan_backward.register_fake

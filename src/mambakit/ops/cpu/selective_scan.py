@@ -18,7 +18,21 @@ import torch
 from torch import Tensor
 
 from .activation import gate, gate_backward
-from .jit import LN_2, LOG2_E, array, blocks, borrowed, copy_to, exp2, flat, for_each, kernel, reduction_kernel
+from .jit import (
+    LN_2,
+    LOG2_E,
+    array,
+    blocks,
+    borrowed,
+    copy_to,
+    exp2,
+    flat,
+    for_each,
+    kernel,
+    reduction_kernel,
+    sigmoid,
+    softplus,
+)  # fmt: skip
 
 INTERVAL = 32
 
@@ -45,6 +59,44 @@ def _advance_keeping(
         y[i] += new * C_n
 
 
+@kernel
+def _positive(dt: Any, bias: Any, use_softplus: Any, out: Any) -> None:
+    """out = softplus(dt + bias), or dt + bias."""
+    if use_softplus:
+        for i in range(out.size):
+            out[i] = softplus(dt[i] + bias[i])
+    else:
+        for i in range(out.size):
+            out[i] = dt[i] + bias[i]
+
+
+@kernel
+def _inputs(step: Any, x: Any, D: Any, dtx: Any, y: Any) -> None:
+    """What a token brings: dtx = dt x into the state, y = D x past it."""
+    for i in range(x.size):
+        dtx[i] = step[i] * x[i]
+        y[i] = D[i] * x[i]
+
+
+@kernel
+def _finish(step: Any, x: Any, D: Any, dy: Any, ddtx: Any, ddt: Any, dx: Any, dD: Any, ln_2: Any) -> None:
+    """Once all n are summed: dx, dD, and ddt, whose sum so far has the scale of A'."""
+    for i in range(x.size):
+        ddt[i] = ddt[i] * ln_2 + ddtx[i] * x[i]
+        dx[i] = ddtx[i] * step[i] + dy[i] * D[i]
+        dD[i] += dy[i] * x[i]
+
+
+@kernel
+def _positive_backward(dt: Any, bias: Any, use_softplus: Any, ddt: Any, dbias: Any) -> None:
+    """ddt enters as the gradient of `_positive`'s output and leaves as that of dt; dbias sums it."""
+    if use_softplus:
+        for i in range(ddt.size):
+            ddt[i] = ddt[i] * sigmoid(dt[i] + bias[i])
+    for i in range(ddt.size):
+        dbias[i] += ddt[i]
+
+
 @reduction_kernel
 def _retreat(
     dt: Any, dtx: Any, A: Any, before: Any, after: Any, decay: Any, dy: Any, B_n: Any, C_n: Any,
@@ -69,15 +121,16 @@ def _retreat(
 
 @kernel
 def _forward_block(
-    x: Any, x_step: Any, dt: Any, dt_step: Any, A: Any, B: Any, B_step: Any, C: Any, C_step: Any, D: Any,
-    z: Any, z_step: Any, starts: Any, states: Any, kept: Any, out: Any, row: Any, begin: Any, end: Any,
+    x: Any, x_step: Any, dt: Any, dt_step: Any, bias: Any, use_softplus: Any, A: Any, B: Any, B_step: Any,
+    C: Any, C_step: Any, D: Any, z: Any, z_step: Any, starts: Any,
+    states: Any, kept: Any, out: Any, row: Any, begin: Any, end: Any,
 ) -> None:  # fmt: skip
     """One row, channels [begin, end). states (B, N, D) holds the initial state and receives the final one;
     kept (B, intervals, N, D) receives the state before each interval."""
     length, num_states, width = out.shape[1], A.shape[0], end - begin
     x, dt, A, B, C, D, z = borrowed(x), borrowed(dt), borrowed(A), borrowed(B), borrowed(C), borrowed(D), borrowed(z)
-    states, kept, out = borrowed(states), borrowed(kept), borrowed(out)
-    dtx = np.empty(width, out.dtype)
+    bias, states, kept, out = borrowed(bias), borrowed(states), borrowed(kept), borrowed(out)
+    step, dtx = np.empty(width, out.dtype), np.empty(width, out.dtype)
     state = np.empty((num_states, width), out.dtype)
     state[:] = states[row, :, begin:end]
     for t in range(length):
@@ -86,14 +139,11 @@ def _forward_block(
             state[:] = 0
         if t % INTERVAL == 0:
             kept[row, t // INTERVAL, :, begin:end] = state
-        x_t = x[r * x_step + begin : r * x_step + end]
-        dt_t = dt[r * dt_step + begin : r * dt_step + end]
         y = out[row, t, begin:end]
-        for i in range(width):
-            dtx[i] = dt_t[i] * x_t[i]
-            y[i] = D[begin + i] * x_t[i]
+        _positive(dt[r * dt_step + begin : r * dt_step + end], bias[begin:end], use_softplus, step)
+        _inputs(step, x[r * x_step + begin : r * x_step + end], D[begin:end], dtx, y)
         for n in range(num_states):
-            _advance(dt_t, dtx, A[n, begin:end], state[n], B[r * B_step + n], C[r * C_step + n], y)
+            _advance(step, dtx, A[n, begin:end], state[n], B[r * B_step + n], C[r * C_step + n], y)
         if z.size > 0:
             gate(y, z[r * z_step + begin : r * z_step + end])
     states[row, :, begin:end] = state
@@ -101,49 +151,49 @@ def _forward_block(
 
 @kernel
 def _backward_block(
-    x: Any, x_step: Any, dt: Any, dt_step: Any, A: Any, B: Any, B_step: Any, C: Any, C_step: Any, D: Any,
-    z: Any, z_step: Any, starts: Any, kept: Any, dout: Any, dstates: Any,
-    dx: Any, ddt: Any, dA: Any, dB: Any, dC: Any, dD: Any, dz: Any, row: Any, begin: Any, end: Any,
+    x: Any, x_step: Any, dt: Any, dt_step: Any, bias: Any, use_softplus: Any, A: Any, B: Any, B_step: Any,
+    C: Any, C_step: Any, D: Any, z: Any, z_step: Any, starts: Any, kept: Any, dout: Any, dstates: Any,
+    dx: Any, ddt: Any, dbias: Any, dA: Any, dB: Any, dC: Any, dD: Any, dz: Any, row: Any, begin: Any, end: Any,
 ) -> None:  # fmt: skip
     """One row, channels [begin, end). dstates (B, N, D) holds the final state's gradient and receives the
-    initial state's; dA (B, N, D) and dD (B, D) are this row's parts; dB and dC (B, L, N) this block's."""
+    initial state's; dA (B, N, D), dD and dbias (B, D) are this row's parts; dB and dC (B, L, N) this block's."""
     length, num_states, width = dx.shape[1], A.shape[0], end - begin
     x, dt, A, B, C, D, z = borrowed(x), borrowed(dt), borrowed(A), borrowed(B), borrowed(C), borrowed(D), borrowed(z)
     kept, dout, dstates, dx, ddt = borrowed(kept), borrowed(dout), borrowed(dstates), borrowed(dx), borrowed(ddt)
+    bias, dbias = borrowed(bias), borrowed(dbias)
     dA, dB, dC, dD, dz = borrowed(dA), borrowed(dB), borrowed(dC), borrowed(dD), borrowed(dz)
     dtype = dx.dtype
     tile = (num_states, width)
     states = np.empty((INTERVAL + 1, num_states, width), dtype)  # states[k]: before step k of the interval
     decays = np.empty((INTERVAL, num_states, width), dtype)
     y = np.empty((INTERVAL, width), dtype)
+    steps = np.empty((INTERVAL, width), dtype)
     dtx = np.empty((INTERVAL, width), dtype)
     ddtx = np.empty(width, dtype)
     dy = np.empty(width, dtype)
     zeros = np.zeros(width, dtype)
     dD_tile = np.zeros(width, dtype)
+    dbias_tile = np.zeros(width, dtype)
     dA_tile = np.zeros(tile, dtype)
     dstate = np.empty(tile, dtype)
     dstate[:] = dstates[row, :, begin:end]
     ln_2 = dtype.type(LN_2)
     for interval in range((length - 1) // INTERVAL, -1, -1):
         first = interval * INTERVAL
-        steps = min(INTERVAL, length - first)
+        count = min(INTERVAL, length - first)
         states[0] = kept[row, interval, :, begin:end]
-        for k in range(steps):
+        for k in range(count):
             r = row * length + first + k
             fresh = starts.size > 0 and starts[row, first + k]
-            x_t = x[r * x_step + begin : r * x_step + end]
-            dt_t = dt[r * dt_step + begin : r * dt_step + end]
-            for i in range(width):
-                dtx[k, i] = dt_t[i] * x_t[i]
-                y[k, i] = D[begin + i] * x_t[i]
+            _positive(dt[r * dt_step + begin : r * dt_step + end], bias[begin:end], use_softplus, steps[k])
+            _inputs(steps[k], x[r * x_step + begin : r * x_step + end], D[begin:end], dtx[k], y[k])
             for n in range(num_states):
                 before = zeros if fresh else states[k, n]
                 _advance_keeping(
-                    dt_t, dtx[k], A[n, begin:end], before, B[r * B_step + n], C[r * C_step + n],
+                    steps[k], dtx[k], A[n, begin:end], before, B[r * B_step + n], C[r * C_step + n],
                     y[k], decays[k, n], states[k + 1, n],
                 )  # fmt: skip
-        for k in range(steps - 1, -1, -1):
+        for k in range(count - 1, -1, -1):
             t = first + k
             r = row * length + t
             fresh = starts.size > 0 and starts[row, t]
@@ -158,42 +208,41 @@ def _backward_block(
             for n in range(num_states):
                 before = zeros if fresh else states[k, n]
                 dB_n, dC_n = _retreat(
-                    dt_t, dtx[k], A[n, begin:end], before, states[k + 1, n], decays[k, n], dy,
+                    steps[k], dtx[k], A[n, begin:end], before, states[k + 1, n], decays[k, n], dy,
                     B[r * B_step + n], C[r * C_step + n], dstate[n], ddt_t, ddtx, dA_tile[n],
                 )  # fmt: skip
                 dB[row, t, n] = dB_n
                 dC[row, t, n] = dC_n
             if fresh:
                 dstate[:] = 0
-            dx_t = dx[row, t, begin:end]
-            for i in range(width):
-                ddt_t[i] = ddt_t[i] * ln_2 + ddtx[i] * x_t[i]  # ln 2 takes back the scale of A'
-                dx_t[i] = ddtx[i] * dt_t[i] + dy[i] * D[begin + i]
-                dD_tile[i] += dy[i] * x_t[i]
+            _finish(steps[k], x_t, D[begin:end], dy, ddtx, ddt_t, dx[row, t, begin:end], dD_tile, ln_2)
+            _positive_backward(dt_t, bias[begin:end], use_softplus, ddt_t, dbias_tile)
     dstates[row, :, begin:end] = dstate
     dA[row, :, begin:end] = dA_tile
     dD[row, begin:end] = dD_tile
+    dbias[row, begin:end] = dbias_tile
 
 
 def _arguments(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    starts: Tensor | None, dtype: torch.dtype,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, starts: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The kernels' common arguments; an absent z or starts is an empty array, an absent D is zero."""
-    skip = D if D is not None else A.new_zeros(A.shape[0])
+    """The kernels' common arguments; an absent z or starts is an empty array, an absent D or dt_bias is zero."""
+    zeros = A.new_zeros(A.shape[0])
     gate = flat(z, dtype) if z is not None else (array(x.new_empty(0), dtype), 0)
     resets = starts if starts is not None else torch.empty(0, 0, dtype=torch.bool)
     return (
-        *flat(x, dtype), *flat(dt, dtype), array(A.to(dtype).t() * LOG2_E, dtype), *flat(B, dtype), *flat(C, dtype),
-        array(skip, dtype), *gate, array(resets, torch.bool),
+        *flat(x, dtype), *flat(dt, dtype), array(dt_bias if dt_bias is not None else zeros, dtype), dt_softplus,
+        array(A.to(dtype).t() * LOG2_E, dtype), *flat(B, dtype), *flat(C, dtype),
+        array(D if D is not None else zeros, dtype), *gate, array(resets, torch.bool),
     )  # fmt: skip
 
 
 def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    starts: Tensor | None, initial_state: Tensor | None, dtype: torch.dtype,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, starts: Tensor | None, initial_state: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, D), final state (B, D, N), kept states), all in `dtype`. dt is already positive."""
+    """(y (B, L, D), final state (B, D, N), kept states), all in `dtype`."""
     batch, length, channels = x.shape
     num_states = A.shape[1]
     ranges = blocks(channels)
@@ -202,7 +251,10 @@ def forward(
         states.copy_(initial_state.transpose(1, 2))
     kept = torch.empty(batch, -(-length // INTERVAL), num_states, channels, dtype=dtype)
     y = torch.empty(batch, length, channels, dtype=dtype)
-    arguments = (*_arguments(x, dt, A, B, C, D, z, starts, dtype), states.numpy(), kept.numpy(), y.numpy())
+    arguments = (
+        *_arguments(x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, dtype),
+        states.numpy(), kept.numpy(), y.numpy(),
+    )  # fmt: skip
     for_each(
         lambda task: _forward_block(*arguments, task // len(ranges), *ranges[task % len(ranges)]),
         batch * len(ranges),
@@ -211,24 +263,25 @@ def forward(
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    starts: Tensor | None, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, dtype: torch.dtype,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, starts: Tensor | None, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (x, dt, A, B, C, D, z, initial_state) in `dtype`; that of an absent z is empty."""
+    """Gradients of (x, dt, A, B, C, D, z, dt_bias, initial_state) in `dtype`; that of an absent z is empty."""
     batch, length, channels = x.shape
     num_states = A.shape[1]
     ranges = blocks(channels)
-    dx, ddt, dz = (torch.empty(batch, length, channels, dtype=dtype) for _ in range(3))
-    if z is None:
-        dz = torch.empty(0, 0, 0, dtype=dtype)
-    dA, dD = torch.empty(batch, num_states, channels, dtype=dtype), torch.empty(batch, channels, dtype=dtype)
+    dx, ddt = (torch.empty(batch, length, channels, dtype=dtype) for _ in range(2))
+    dz = torch.empty((batch, length, channels) if z is not None else (0, 0, 0), dtype=dtype)
+    dA = torch.empty(batch, num_states, channels, dtype=dtype)
+    dD, dbias = (torch.empty(batch, channels, dtype=dtype) for _ in range(2))
     dB, dC = (torch.empty(len(ranges), batch, length, num_states, dtype=dtype) for _ in range(2))
     dstates = torch.zeros(batch, num_states, channels, dtype=dtype)
     if dfinal_state is not None:
         dstates.copy_(dfinal_state.transpose(1, 2))
     arguments = (
-        *_arguments(x, dt, A, B, C, D, z, starts, dtype),
-        kept.numpy(), array(dy, dtype), dstates.numpy(), dx.numpy(), ddt.numpy(), dA.numpy(),
+        *_arguments(x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, dtype),
+        kept.numpy(), array(dy, dtype), dstates.numpy(), dx.numpy(), ddt.numpy(), dbias.numpy(), dA.numpy(),
     )  # fmt: skip
     dB_blocks, dC_blocks, last = dB.numpy(), dC.numpy(), (dD.numpy(), dz.numpy())
 
@@ -238,12 +291,6 @@ def backward(
 
     for_each(work, batch * len(ranges))
     return (
-        dx,
-        ddt,
-        dA.sum(0).t().contiguous(),
-        dB.sum(0),
-        dC.sum(0),
-        dD.sum(0),
-        dz,
+        dx, ddt, dA.sum(0).t().contiguous(), dB.sum(0), dC.sum(0), dD.sum(0), dz, dbias.sum(0),
         dstates.transpose(1, 2).contiguous(),
-    )
+    )  # fmt: skip
