@@ -70,7 +70,7 @@ def main() -> None:
     huggingface.write(model, options.out, eos_token_id=END_OF_TEXT)
     loaded = mambakit.load(options.out)
     prompt = "def "
-    text = bytes(loaded.generate(list(prompt.encode()), max_new_tokens=240, temperature=0.6, top_p=0.95, seed=1))
+    text = bytes(loaded.generate(list(prompt.encode()), max_new_tokens=240, temperature=0.8, top_p=0.95, seed=2))
     print(f"\nsaved in {options.out}, which transformers opens too; it goes on from {prompt!r}:\n")
     print(prompt + text.decode(errors="replace"))
 
