@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=["mamba1", "mamba2"], default="mamba2")
     parser.add_argument("--out", type=Path, default=Path("build/demo-model"))
     options = parser.parse_args()
+    if options.out.exists() and not (options.out / "model.safetensors").is_file():
+        parser.error(f"--out {options.out} exists and holds no model; choose another place, or remove it")
 
     torch.manual_seed(0)
     tokens, doc_ids = documents()

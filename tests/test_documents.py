@@ -55,3 +55,19 @@ def test_the_demo_trains_saves_and_writes_text(kind: str, tmp_path: Path) -> Non
     assert "step    1" in done.stdout
     assert "it goes on from 'def '" in done.stdout
     assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_the_demo_does_not_overwrite_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("keep me")
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "train_on_source_code.py"),
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "exists and holds no model" in done.stderr
+    assert (tmp_path / "notes.txt").read_text() == "keep me"
