@@ -69,7 +69,7 @@ def main() -> None:
             print(f"step {step:4d}  {bits:.3f} bits per byte  {rate:,.0f} tokens/s  {left:3.0f} s left", flush=True)
 
     shutil.rmtree(options.out, ignore_errors=True)
-    huggingface.write(model, options.out, eos_token_id=END_OF_TEXT)
+    huggingface.write(model, options.out, end_tokens=[END_OF_TEXT])
     loaded = mambakit.load(options.out)
     prompt = "def "
     text = bytes(loaded.generate(list(prompt.encode()), max_new_tokens=240, temperature=0.8, top_p=0.95, seed=2))

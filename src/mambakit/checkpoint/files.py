@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError  # what torch's weights-only loader raises
 from typing import Any
 
 import torch
@@ -71,12 +72,10 @@ def _read_weight_file(path: Path) -> dict[str, Tensor]:
             weights = load_file(path)
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
     except (SafetensorError, RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    except Exception as error:
-        if type(error).__name__ != "UnpicklingError":
-            raise
-        raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} does not hold a plain set of named tensors")
     return weights
@@ -140,10 +139,9 @@ def build_model(
     _check_names({name: tuple(p.shape) for name, p in model.named_parameters()}, weights, folder)
     kept = set(model.names_kept_in_fp32())
     _check_dtypes(kept, weights, folder, dtype)
-    for name in kept:
-        weights[name] = weights[name].to(torch.promote_types(weights[name].dtype, torch.float32))
-    if dtype is not None:
-        weights = {name: tensor if name in kept else tensor.to(dtype) for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        wanted = dtype or tensor.dtype
+        weights[name] = tensor.to(torch.promote_types(wanted, torch.float32) if name in kept else wanted)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     return model

@@ -7,6 +7,7 @@ Names differ from ours in one place: transformers says `backbone.embeddings` whe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,10 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
 
 
 def write(
-    model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, eos_token_id: int | None = None,
+    model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = (),
     any_model: bool = False,
 ) -> None:  # fmt: skip
-    """Write a folder that AutoModelForCausalLM.from_pretrained opens.
+    """Write a folder that AutoModelForCausalLM.from_pretrained opens. `end_tokens` are those that end a text.
 
     A model that transformers would miscompute is refused with the reason; with `any_model` it is written all the same,
     as `model_type: mambakit`, which transformers refuses and mambakit reads.
@@ -49,14 +50,14 @@ def write(
     if reason is not None and not any_model:
         raise CheckpointError(f"this model cannot be written for transformers: {reason}")
     config = config_to_huggingface(model.config)
-    config["eos_token_id"] = eos_token_id
+    config["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None
     config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
     with new_folder(Path(folder)) as beside:
         write_json(beside / "config.json", config)
         write_weights(beside / "model.safetensors", _their_weights(model))
         if tokenizer is not None:
             tokenizer.save(str(beside / "tokenizer.json"))
-            eos = tokenizer.id_to_token(eos_token_id) if eos_token_id is not None else None
+            eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
             write_json(
                 beside / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
             )

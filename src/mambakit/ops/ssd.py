@@ -10,8 +10,8 @@ D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inp
 
 The fast path cuts time into chunks and turns the recurrence into matrix products (ops/cpu/ssd.py). Saved for
 backward: the inputs, and the state before each of a few spans of chunks; the rest is recomputed. A is meant to be
-negative: where states grow past the range of fp32, so does what comes of them. A NaN is not held back by a boundary
-inside a chunk, since masks are factors of zero there.
+negative: where states grow past the range of fp32, so does what comes of them. A NaN is not held back by
+a boundary, since masks are factors of zero: it may spoil its chunk and the rest of its row.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ enters the chunk:
     y_i   = sum_{j <= i} exp(cum_i - cum_j) (C_i B_j) X_j  +  exp(cum_i) S C_i
     S_out = exp(cum_Q) S  +  sum_j exp(cum_Q - cum_j) X_j B_j^T
 
-Every factor is zero where its two ends lie in different documents: `first` says where the document of a token
-begins in its chunk, and nothing before it is looked at. States lie as (N, heads x P), so that the products with B
+Every factor is exactly zero where its two ends lie in different documents: `first` says where the document of a token
+begins in its chunk. States lie as (N, heads x P), so that the products with B
 and C need no transposed copies.
 
 Work goes piece by piece, some rows by a span of chunks, small enough for its intermediates to stay in cache. The
