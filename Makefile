@@ -22,21 +22,16 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[bench]"
 	$(BIN)/python benchmarks/cpu_training.py
 
-# Dependencies first, since they change seldom; torch by its pinned name, so that no larger build is taken.
-$(VENV)/.dependencies: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt \
-	    numba numpy pydantic safetensors tokenizers pytest transformers ruff mypy
-	touch $@
-
-# The wheel itself is installed and tested, so that a file missing from it cannot hide.
-$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+# The wheel itself is installed and tested, with the dependencies it names and no others: what is missing from its files
+# or from its metadata cannot hide. constraints.txt pins every version, torch's among them.
+$(VENV)/.installed: constraints.txt Makefile $(SOURCES)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	rm -rf dist
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[test]"
 	$(BIN)/pip install --quiet --no-deps --force-reinstall dist/*.whl
 	touch $@
 

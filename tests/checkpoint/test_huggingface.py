@@ -190,7 +190,7 @@ def test_tokenizer_travels_and_generates_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     model = MambaLM(ModelConfig(kind="mamba2", d_model=32, head_dim=8, num_layers=2, vocab_size=9, vocab_multiple=16))
-    huggingface.write(model, tmp_path / "model", tokenizer=tokenizer, eos_token_id=0)
+    huggingface.write(model, tmp_path / "model", tokenizer=tokenizer, end_tokens=[0])
     loaded = mambakit.load(tmp_path / "model")
     assert loaded.end_tokens == (0,)
     text = loaded.generate("abc", max_new_tokens=20, seed=3)
@@ -325,6 +325,9 @@ def test_fp64_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     ours = _model("mamba2").double()
     huggingface.write(ours, tmp_path / "model")
     assert _same_weights(mambakit.load(tmp_path / "model").model, ours)
+    for dtype in (torch.float64, torch.float32):
+        loaded = mambakit.load(tmp_path / "model", dtype=dtype).model
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
@@ -337,6 +340,10 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
 def test_several_end_tokens_all_stop(tmp_path: Path) -> None:
     loaded = mambakit.load(_folder(tmp_path, eos_token_id=[3, 5]))
     assert loaded.end_tokens == (3, 5)
+    huggingface.write(loaded.model, tmp_path / "again", end_tokens=loaded.end_tokens)
+    assert mambakit.load(tmp_path / "again").end_tokens == (3, 5)
+    huggingface.write(loaded.model, tmp_path / "endless")
+    assert mambakit.load(tmp_path / "endless").end_tokens == ()
 
 
 def test_infinite_dt_limit_is_read_in_every_spelling(tmp_path: Path) -> None:
