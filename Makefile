@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -name '*.pyc')
+SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -path '*/__pycache__/*')
 
 .PHONY: test demo lint bench clean
 
