@@ -1,15 +1,21 @@
-"""generate_tokens: sampling settings do what they say, and the same seed gives the same tokens."""
+"""Tokens and text from models: settings do what they say, rows do not touch each other, pieces make up the whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from helpers import small_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mambakit import MambaLM
-from mambakit.generate import PREFILL_TOKENS, generate_tokens
+from mambakit.checkpoint import CheckpointError, LoadedModel
+from mambakit.generate import PREFILL_TOKENS, generate_batch, generate_text, generate_tokens
+
+SENTENCE = "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said the cat."
+END = 0  # "<|endoftext|>"
 
 
 @pytest.fixture
@@ -40,6 +46,15 @@ def test_a_long_prompt_is_read_in_pieces() -> None:
 def test_a_seed_repeats_itself(model: MambaLM) -> None:
     assert _generate(model, seed=1) == _generate(model, seed=1)
     assert _generate(model, seed=1) != _generate(model, seed=2)
+
+
+def test_one_prompt_draws_from_the_seed_itself(model: MambaLM) -> None:
+    """So that texts stay the same from version to version."""
+    random, text = torch.Generator().manual_seed(3), [1, 2, 3]
+    for token in _generate(model, text.copy(), max_new_tokens=10, seed=3):
+        probabilities = model(torch.tensor([text])).logits[0, -1, :45].softmax(0)
+        assert token == int(torch.multinomial(probabilities, 1, generator=random))
+        text.append(token)
 
 
 def test_padding_of_the_vocabulary_is_never_chosen(model: MambaLM) -> None:
@@ -94,3 +109,266 @@ def test_bad_options_are_named(model: MambaLM, options: dict[str, Any], message:
     arguments: dict[str, Any] = {"prompt": [1], **options}
     with pytest.raises(ValueError, match=message):
         generate_tokens(model, **arguments)
+
+
+def _by_row(pairs: Iterable[tuple[int, Any]], num_rows: int) -> list[list[Any]]:
+    rows: list[list[Any]] = [[] for _ in range(num_rows)]
+    for row, value in pairs:
+        rows[row].append(value)
+    return rows
+
+
+def _batch(model: MambaLM, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    return _by_row(generate_batch(model, prompts, **{"max_new_tokens": 40, **options}), len(prompts))
+
+
+@pytest.fixture
+def step_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each decoding step served."""
+    sizes: list[int] = []
+    step = MambaLM.step
+
+    def counted(self: MambaLM, token: torch.Tensor, *args: Any) -> Any:
+        sizes.append(len(token))
+        return step(self, token, *args)
+
+    monkeypatch.setattr(MambaLM, "step", counted)
+    return sizes
+
+
+PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 30, 31, 5, 17, 2, 2, 11], [8, 1]]
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_each_row_of_a_batch_is_as_if_alone(kind: str, penalty: float) -> None:
+    model = small_model(kind).eval()
+    options: dict[str, Any] = {"temperature": 0, "repetition_penalty": penalty}
+    rows = _batch(model, PROMPTS, **options)
+    assert rows == [_generate(model, prompt, **options) for prompt in PROMPTS]
+    assert len({tuple(row) for row in rows}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_what_a_row_draws_does_not_depend_on_the_others(kind: str) -> None:
+    model = small_model(kind).eval()
+    rows = _batch(model, PROMPTS, seed=5)
+    assert rows[0] == _generate(model, PROMPTS[0], seed=5)
+    assert _batch(model, [[9, 9], PROMPTS[1], [20]], seed=5)[1] == rows[1]
+    assert _batch(model, PROMPTS, seed=5) == rows
+    assert all(mine != other for mine, other in zip(_batch(model, PROMPTS, seed=6), rows, strict=True))
+
+
+def test_every_row_and_seed_draws_its_own_numbers(model: MambaLM) -> None:
+    rows = [tuple(row) for seed in (0, 1, 2) for row in _batch(model, [[1, 2]] * 3, seed=seed)]
+    assert len(set(rows)) == 9
+    assert len({tuple(row) for row in _batch(model, [[1, 2]] * 3)}) == 3
+
+
+def test_a_row_that_ends_leaves_the_others_as_they_are(model: MambaLM, step_sizes: list[int]) -> None:
+    options: dict[str, Any] = {"seed": 1, "max_new_tokens": 20, "repetition_penalty": 3.0}  # what was seen goes along
+    free = _batch(model, PROMPTS, **options)
+    once = [(row.index(token), token) for row in free for token in row if sum(token in other for other in free) == 1]
+    place, stop = min(pair for pair in once if pair[0] > 0)  # in one row alone
+    step_sizes.clear()
+    rows = _batch(model, PROMPTS, **options, stop=[stop])
+    assert rows == [row[:place] if stop in row else row for row in free]
+    assert step_sizes == [4] * place + [3] * (19 - place)
+
+
+def test_rows_end_when_the_caller_says_so(model: MambaLM, step_sizes: list[int]) -> None:
+    free = _batch(model, PROMPTS, seed=1)
+    step_sizes.clear()
+    ended: set[int] = set()
+    rows: list[list[int]] = [[] for _ in PROMPTS]
+    for row, token in generate_batch(model, PROMPTS, seed=1, max_new_tokens=40, ended=ended):
+        rows[row].append(token)
+        if len(rows[row]) == 5 - row:
+            ended.add(row)
+    assert rows == [tokens[: 5 - row] for row, tokens in enumerate(free)]
+    assert step_sizes == [4, 3, 2, 1]  # and none after the last token
+
+
+def test_a_batch_names_the_prompts_that_are_empty(model: MambaLM) -> None:
+    with pytest.raises(ValueError, match="^prompt 1 is empty; give at least one token; prompt 3 is empty"):
+        generate_batch(model, [[1], [], [2], []])
+    with pytest.raises(ValueError, match="there are no prompts; give at least one"):
+        generate_batch(model, [])
+
+
+def _byte_level() -> Tokenizer:
+    """Few merges: a character outside ASCII is mostly several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([SENTENCE, "Ça va? Tschüß, naïve cat 🐈 of the Käse."], trainer)
+    return tokenizer
+
+
+def _byte_fallback() -> Tokenizer:
+    """As SentencePiece has it: words with their space, and single bytes; one bad byte spoils all that stand with it."""
+    words = ["</s>", "\u2581", "\u2581cat", "\u2581Käse", *"abc", *(f"<0x{byte}>" for byte in ("0A", "61", "C3", "A9"))]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+def test_pieces_are_what_decoding_all_tokens_adds_to_the_prompt(make: Callable[[], Tokenizer]) -> None:
+    """Random tokens: bytes that are no UTF-8, special tokens between them, spaces at the start."""
+    tokenizer = make()
+    model = small_model("mamba1", vocab_size=tokenizer.get_vocab_size() + 3).eval()  # three ids without text
+    prompts = ["a", "bc", "é", "\n"] * 10
+    options: dict[str, Any] = {"seed": 4, "temperature": 3.0, "max_new_tokens": 50}
+    prompt_tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
+    whole = [
+        tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
+        for prompt, new in zip(prompt_tokens, _batch(model, prompt_tokens, **options), strict=True)
+    ]
+    pieces = _by_row(generate_text(model, tokenizer, prompts, **options), len(prompts))
+    assert ["".join(row) for row in pieces] == whole
+    assert min(len(row) for row in pieces) > 5
+    assert any(text.startswith(" ") for text in whole) and any("\ufffd" in text for text in whole)
+    assert any(text.endswith("\ufffd") for text in whole)  # held to the last
+
+
+@pytest.fixture(scope="module")
+def reciter() -> LoadedModel:
+    """A model that has learned one sentence by heart."""
+    torch.manual_seed(0)
+    tokenizer = _byte_level()
+    model = small_model("mamba2", d_model=48, vocab_size=tokenizer.get_vocab_size())
+    text = torch.tensor([[END, *tokenizer.encode(SENTENCE).ids, END]])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(text[:, :-1], targets=text[:, 1:]).loss_sum.backward()
+        optimizer.step()
+    return LoadedModel(model.eval(), tokenizer, (END,))
+
+
+def _recite(loaded: LoadedModel, *prompts: str, **options: Any) -> list[list[str]]:
+    """The pieces of each row."""
+    options = {"end_tokens": loaded.end_tokens, "temperature": 0, **options}
+    return _by_row(generate_text(loaded.model, loaded.tokenizer, prompts, **options), len(prompts))
+
+
+def test_characters_of_several_tokens_come_whole(reciter: LoadedModel) -> None:
+    tokens = [reciter.tokenizer.decode([token]) for token in reciter.tokenizer.encode(SENTENCE).ids]
+    assert sum("\ufffd" in token for token in tokens) > 10
+    (pieces,) = _recite(reciter, "")
+    assert "".join(pieces) == SENTENCE
+    assert [piece for piece in pieces if piece in tokens] == [token for token in tokens if "\ufffd" not in token]
+    assert [piece for piece in pieces if piece not in tokens] == [" 🐭", "🐁", "ö", " 🧀", "è"]
+
+
+def test_prompts_of_different_lengths_go_on_together(reciter: LoadedModel, step_sizes: list[int]) -> None:
+    begins = ["Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said", "", "Drei", "Drei naïve Mäuse 🐭"]
+    rows = _recite(reciter, *(f"<|endoftext|>{begin}" for begin in begins))
+    assert ["".join(row) for row in rows] == [SENTENCE.removeprefix(begin) for begin in begins]
+    assert (step_sizes[0], step_sizes[-1]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("stop_strings", "expected"),
+    [
+        (["D"], ""),  # at the very start
+        (["Drei na"], ""),  # over three tokens and into a fourth
+        (["🐁 mö"], "Drei naïve Mäuse 🐭"),  # begins and ends between the bytes of others
+        (["cat."], "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said the "),  # at the very end
+        (["naïve cat", "Mäuse 🧀", "Käse"], "Drei naïve Mäuse 🐭🐁 mögen "),  # two begin and do not go on
+        (["naïve", "aï"], "Drei n"),  # the first that is complete, also when both come in one token
+        ([" naï", "aï"], "Drei"),  # complete at once: the longer
+        (["Mäuse 🐭🐁 mag", "🐁"], "Drei naïve Mäuse 🐭"),  # inside what might have become another
+        (["zebra", "cat.\n"], SENTENCE),  # what begins at the end is text after all
+    ],
+    ids=str,
+)
+def test_text_ends_before_a_stop_string(
+    reciter: LoadedModel, step_sizes: list[int], stop_strings: list[str], expected: str
+) -> None:
+    (pieces,) = _recite(reciter, "", stop_strings=stop_strings)
+    assert "".join(pieces) == expected
+    tokens = reciter.tokenizer.encode(SENTENCE).ids
+    texts = [reciter.tokenizer.decode(tokens[: n + 1]) for n in range(len(tokens))]
+    complete = (n for n, text in enumerate(texts) if any(stop in text for stop in stop_strings))
+    assert len(step_sizes) == next(complete, len(tokens))  # what comes after is not computed
+
+
+def test_a_stop_string_ends_its_own_row_alone(reciter: LoadedModel, step_sizes: list[int]) -> None:
+    first, second = _recite(reciter, "", "<|endoftext|>Drei naïve Mäuse 🐭", stop_strings=["Mäuse"])
+    assert ("".join(first), "".join(second)) == ("Drei naïve ", "🐁 mögen Käse 🧀; très bien, said the cat.")
+    assert 0 < step_sizes.count(2) < step_sizes.count(1)
+
+
+def test_text_comes_as_soon_as_it_is_certain(reciter: LoadedModel, step_sizes: list[int]) -> None:
+    options: dict[str, Any] = {"temperature": 0, "stop_strings": ["e cat"]}
+    pieces = [(piece, len(step_sizes)) for piece in reciter.stream("", **options)]
+    assert pieces[:4] == [("Dr", 0), ("ei", 2), (" naïv", 3), ("e Mä", 5)]
+
+
+def test_a_held_tail_comes_when_its_row_ends(reciter: LoadedModel) -> None:
+    """A row that ends early does not wait for the others."""
+    prompts = ["<|endoftext|>Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said the", "<|endoftext|>Drei"]
+    options: dict[str, Any] = {"end_tokens": (END,), "stop_strings": ["cat.\n"], "temperature": 0}
+    pieces = list(generate_text(reciter.model, reciter.tokenizer, prompts, **options))
+    assert pieces[:4] == [(0, " "), (1, " naïve"), (1, " "), (0, "cat.")]
+    assert "".join(piece for row, piece in pieces if row == 1) == SENTENCE[4:]
+
+
+def test_special_tokens_are_not_shown(reciter: LoadedModel) -> None:
+    (pieces,) = _recite(reciter, "", stop=(), max_new_tokens=len(reciter.tokenizer.encode(SENTENCE)) + 1)
+    assert "".join(pieces) == SENTENCE
+
+
+def test_a_loaded_model_gives_text_for_text(reciter: LoadedModel) -> None:
+    begin = "<|endoftext|>Drei"
+    assert reciter.generate("", temperature=0) == SENTENCE
+    assert reciter.generate([begin, ""], temperature=0) == [SENTENCE[4:], SENTENCE]
+    assert reciter.generate([begin, ""], temperature=0, stop_strings=["M"]) == [" naïve ", "Drei naïve "]
+    assert reciter.generate([END], temperature=0) == reciter.tokenizer.encode(SENTENCE).ids
+    assert "".join(reciter.stream(begin, temperature=0)) == SENTENCE[4:]
+
+
+def test_a_seed_repeats_a_text(reciter: LoadedModel) -> None:
+    options: dict[str, Any] = {"temperature": 3.0, "max_new_tokens": 30}
+    texts = reciter.generate(["ab", "ab"], seed=1, **options)
+    assert texts == reciter.generate(["ab", "ab"], seed=1, **options)
+    assert texts[0] == reciter.generate("ab", seed=1, **options) == "".join(reciter.stream("ab", seed=1, **options))
+    assert len({*texts, *reciter.generate(["ab", "ab"], seed=2, **options)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("a", {"stop_strings": "\n"}, r"stop_strings='\\n' is one string; need several: give \['\\n'\]"),
+        ("a", {"stop_strings": ["b", ""]}, r"stop_strings=\['b', ''\] holds an empty string"),
+        ("a", {"temperature": -1}, "temperature=-1: need a number of at least 0"),
+        ([1, 2], {"stop_strings": ["b"]}, "stop_strings end a text, but the prompt is token ids"),
+        (["a", 2], {}, r"the prompt \['a', 2\] mixes texts and token ids"),
+        ([], {}, "the prompt is empty; give at least one token"),
+    ],
+)
+def test_bad_text_options_are_named(reciter: LoadedModel, prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reciter.generate(prompt, **options)
+
+
+def test_text_needs_a_start(reciter: LoadedModel) -> None:
+    with pytest.raises(ValueError, match="the prompt '' has no token to start from; give text"):
+        generate_text(reciter.model, reciter.tokenizer, ["a", ""])
+    with pytest.raises(ValueError, match="the prompt '日' has no token"):
+        generate_text(reciter.model, _byte_fallback(), ["日"], end_tokens=(END,))
+    with pytest.raises(ValueError, match=r"prompts='ab' is one string; need several: give \['ab'\]"):
+        generate_text(reciter.model, reciter.tokenizer, "ab")
+    with pytest.raises(CheckpointError, match="no tokenizer.json; give the prompt as token ids"):
+        LoadedModel(reciter.model, None).stream("a")

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .files import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A person's mistake in a config. The message names every problem found."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        lines = "\n".join(f"  {line}" for line in problems)
+        super().__init__(problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n{lines}")
 
 
 class Settings(BaseModel):
@@ -22,29 +33,31 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error, type(self))) from None
+            raise ConfigError(*_explain(error, type(self))) from None
 
 
-def _explain(error: ValidationError, section: type[BaseModel]) -> str:
-    """Every problem of a validation, one line each: what was given, what is needed, what to do."""
-    lines: list[str] = []
+def _explain(error: ValidationError, section: type[BaseModel]) -> Iterator[str]:
+    """Every problem of a validation: what was given, what is needed, what to do."""
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(name, section.model_fields, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(section.model_fields)}"
-            lines.append(f"{name} is not a setting; {hint}")
+            yield _unknown(name, section.model_fields)
         elif problem["type"] == "missing":
-            lines.append(f"{name} is missing; give it, or start from a preset")
+            yield f"{name} is missing; give it, or start from a preset"
         elif problem["type"] == "value_error":
-            lines.extend(str(problem["ctx"]["error"]).splitlines())
+            yield from str(problem["ctx"]["error"]).splitlines()
         else:
             need = problem["msg"].replace("Input should be", "need").replace("a valid integer", "a whole number")
-            lines.append(f"{name}={problem['input']!r}: {need}")
-    if len(lines) == 1:
-        return lines[0]
-    return f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+            yield f"{name}={problem['input']!r}: {need}"
 
+
+def _unknown(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"{name} is not a setting; {hint}"
+
+
+UNKNOWN_VOCABULARY = 1  # stands for that of a tokenizer not seen yet; no language has one word
 
 # Settings that one kind of model has and the other does not.
 ONLY = {
@@ -100,11 +113,7 @@ class ModelConfig(Settings):
         """A published or house size by name, such as "mamba-130m", with settings changed by keyword."""
         from .presets import MODELS
 
-        if name not in MODELS:
-            near = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"no model preset is called {name!r}; {hint}Known: {', '.join(MODELS)}")
-        return cls(**{**MODELS[name], **changes})
+        return cls(**{**_by_name("model preset", name, MODELS), **changes})
 
     @model_validator(mode="before")
     @classmethod
@@ -205,3 +214,331 @@ class ModelConfig(Settings):
             recurrence = 5 * inner * states  # as above; the decay is one number per head
         forward = self.num_layers * (2 * linear + conv + recurrence) + 2 * d * self.padded_vocab_size
         return 3 * forward if training else forward
+
+
+def _by_name(what: str, name: Any, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """A preset by its name."""
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"no {what} is called {name!r}; {hint}Known: {', '.join(known)}")
+    return known[name]
+
+
+class DataConfig(Settings):
+    """What is read, and how rows are cut from it."""
+
+    path: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="a folder of shards, or files and folders of text, which are prepared first, once"
+    )
+    tokenizer: str = Field(
+        "train:8192",
+        description="for text: bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB (learned from the text)",
+    )
+    val_fraction: float = Field(0.02, ge=0, lt=1, description="for text: share held out for validation")
+    sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
+    seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
+    workers: int = Field(2, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
+    prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
+    carry_state: bool = Field(
+        False, description="rows read on where they stopped, with the model's state: training beyond the row"
+    )
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class OptimConfig(Settings):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    min_lr: float = Field(1e-5, ge=0, description="learning rate at the end, for cosine, linear and wsd")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="after warm-up; wsd stays at the peak and decays over the last decay_steps"
+    )
+    warmup_steps: int | None = Field(None, ge=0, description="a tenth of the run, at most 2000, unless set")
+    decay_steps: int | None = Field(None, ge=0, description="(wsd) a fifth of the run unless set")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="never on A_log, D, dt bias, norms and biases")
+    clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null leaves it as it is")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> OptimConfig:
+        problems = []
+        if self.schedule != "constant" and self.min_lr > self.lr:
+            problems.append(f"min_lr={self.min_lr} is above lr={self.lr}; lower it, or raise lr")
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            problems.append(f"decay_steps is a setting of schedule=wsd, but schedule={self.schedule}; remove one")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class TrainConfig(Settings):
+    """How long, in what steps, and what is looked at on the way."""
+
+    # The three ways to say how long a run is; exactly one is set.
+    LENGTHS: ClassVar[tuple[str, ...]] = ("steps", "tokens", "epochs")
+
+    steps: int | None = Field(
+        None, ge=1, description="run length in optimizer steps; 100000 unless one of three is set"
+    )
+    tokens: int | None = Field(None, ge=1, description="run length in tokens")
+    epochs: float | None = Field(None, gt=0, description="run length in passes over the data")
+    batch_tokens: int = Field(32768, ge=1, description="tokens of one optimizer step")
+    micro_batch_rows: int | None = Field(
+        None, ge=1, description="rows computed at once; as many as make 8192 tokens unless set"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
+    )
+    compile: bool = Field(False, description="torch.compile the model")
+    seed: int = Field(0, ge=0, lt=2**63, description="decides the first weights and dropout")
+    eval_every: int = Field(1000, ge=0, description="steps between evaluations on the validation split; 0 for none")
+    eval_tokens: int | None = Field(2**20, ge=1, description="tokens of an evaluation; null for the whole split")
+    eval_batch_rows: int | None = Field(None, ge=1, description="rows evaluated at once; micro_batch_rows unless set")
+    early_stop: int | None = Field(None, ge=1, description="stop after this many evaluations without a better loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_length(cls, values: Any) -> Any:
+        if isinstance(values, dict) and all(values.get(name) is None for name in cls.LENGTHS):
+            return {**values, "steps": 100_000}
+        return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainConfig:
+        problems = []
+        given = [name for name in self.LENGTHS if getattr(self, name) is not None]
+        if len(given) > 1:
+            problems.append(f"{' and '.join(given)} both say how long the run is; keep one")
+        if self.early_stop is not None and self.eval_every == 0:
+            problems.append("early_stop needs evaluations, but eval_every=0; set it, or remove early_stop")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class CheckpointConfig(Settings):
+    """When the run is saved, and what is kept."""
+
+    every: int = Field(1000, ge=1, description="steps between checkpoints; the last step is saved always")
+    keep_last: int = Field(2, ge=1, description="the newest ones kept")
+    keep_every: int | None = Field(None, ge=1, description="also keep those whose step is a multiple of this")
+    keep_best: bool = Field(True, description="also save and keep the one with the lowest validation loss")
+
+
+class TrackConfig(Settings):
+    """What is shown and recorded on the way."""
+
+    log_every: int = Field(10, ge=1, description="steps between lines where there is no live display")
+    sample_every: int = Field(1000, ge=0, description="steps between samples of text; 0 for none")
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="beginnings the samples go on from; those of two validation documents unless set"
+    )
+    sample_tokens: int = Field(100, ge=1, le=2**20, description="length of a sample")
+
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class ParallelConfig(Settings):
+    """Where the run computes."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: the GPU where there is one")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; what torch chooses unless set")
+
+
+class RunConfig(Settings):
+    """Everything a training run is made of."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        problems = list(_problems_between({name: getattr(self, name) for name in SECTIONS}))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of one optimizer step."""
+        return self.train.batch_tokens // self.data.sequence_length
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows computed at once."""
+        return min(self.batch_rows, self.train.micro_batch_rows or max(1, 8192 // self.data.sequence_length))
+
+    def differences(self, other: RunConfig) -> list[str]:
+        """Settings that differ, one line each."""
+        mine, theirs = self.to_json(), other.to_json()
+        return [
+            f"{section}.{name}: {value} -> {theirs[section][name]}"
+            for section, fields in mine.items()
+            for name, value in fields.items()
+            if theirs[section][name] != value
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, from which `resolve` makes an equal config."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        if self.model.vocab_size == UNKNOWN_VOCABULARY:
+            del values["model"]["vocab_size"]
+        values["model"]["dt_limit"] = [bound if math.isfinite(bound) else "inf" for bound in self.model.dt_limit]
+        return values
+
+
+SECTIONS: dict[str, type[Settings]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "track": TrackConfig,
+    "parallel": ParallelConfig,
+}
+
+
+def _problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
+    """What does not fit together across sections, of those that are right by themselves."""
+    data, optim, train = (sections.get(name) for name in ("data", "optim", "train"))
+    if data and train and train.batch_tokens % data.sequence_length:
+        yield (
+            f"train.batch_tokens={train.batch_tokens} is not a multiple of data.sequence_length="
+            f"{data.sequence_length}; try {max(1, train.batch_tokens // data.sequence_length) * data.sequence_length}"
+        )
+    if optim and train and train.steps is not None:
+        for name, value in (("warmup_steps", optim.warmup_steps), ("decay_steps", optim.decay_steps)):
+            if value is not None and value > train.steps:
+                yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
+
+
+def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunConfig:
+    """One checked config from layers of nested settings, of which later ones win.
+
+    Besides the sections, `recipe` names a preset of optimization, and `model: NAME` or `model.preset` one of a model.
+    `vocab_size` is that of the data's tokenizer, for a model that does not set its own.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for layer in ({"model": "small"}, *layers):
+        values = merge(values, _without_presets(layer, problems))
+    model = dict(values.get("model") or {})
+    if model.get("vocab_size") is None:
+        model["vocab_size"] = vocab_size or UNKNOWN_VOCABULARY
+    values["model"] = model
+    problems += [_unknown(name, {**SECTIONS, "recipe": None}) for name in values if name not in SECTIONS]
+    sections: dict[str, Settings] = {}
+    for name, section in SECTIONS.items():
+        given = values.get(name) or {}
+        if not isinstance(given, Mapping):
+            problems.append(
+                f"{name}={given!r}: need settings, such as {name}: {{{next(iter(section.model_fields))}: …}}"
+            )
+            continue
+        try:
+            sections[name] = section(**given)
+        except ConfigError as error:
+            problems += [f"{name}.{problem}" for problem in error.problems]
+    problems += _problems_between(sections)
+    if problems:
+        raise ConfigError(*problems)
+    checked: dict[str, Any] = dict(sections)
+    return RunConfig(**checked)
+
+
+def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """A layer with the presets it names put in place, under what it sets itself."""
+    from .presets import MODELS, RECIPES
+
+    values = dict(layer)
+    recipe = values.pop("recipe", None)
+    for short, key in (("model", "preset"), ("data", "path")):  # `model: NAME`, `data: PATH`
+        if isinstance(values.get(short), (str, list, tuple)):
+            values[short] = {key: values[short]}
+    model = dict(values["model"]) if isinstance(values.get("model"), Mapping) else {}
+    preset = model.pop("preset", None)
+    try:
+        if preset is not None:
+            known = {
+                name: value for name, value in _by_name("model preset", preset, MODELS).items() if name != "vocab_size"
+            }
+            values["model"] = {**known, **model}
+    except ConfigError as error:
+        problems += error.problems
+        values["model"] = {**MODELS["small"], **model}
+    try:
+        if recipe is not None:
+            values = merge(_by_name("recipe", recipe, RECIPES), values)
+    except ConfigError as error:
+        problems += error.problems
+    return values
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings, those of `over` winning. A run length replaces the other ways to say it."""
+    merged = dict(base)
+    for name, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
+            section = dict(merged[name])
+            if name == "train" and any(value.get(length) is not None for length in TrainConfig.LENGTHS):
+                section = {key: kept for key, kept in section.items() if key not in TrainConfig.LENGTHS}
+            merged[name] = {**section, **value}
+        else:
+            merged[name] = value
+    return merged
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Nested settings from a YAML or JSON file, not checked yet."""
+    if not path.is_file():
+        raise ConfigError(f"the config {path} does not exist; give a .yaml or .json file")
+    if path.stat().st_size > 2**20:
+        raise ConfigError(f"the config {path} has {path.stat().st_size} bytes; need at most a million")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the config {path} cannot be read: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"the config {path} holds no settings; need sections such as\ntrain:\n  steps: 1000")
+    return values
+
+
+def read_yaml(text: str) -> Any:
+    """YAML's plain values; 3e-4 is a number, as YAML 1.2 and people have it."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def write_yaml(config: RunConfig) -> str:
+    """The config as a file that `read_config` reads."""
+    import yaml
+
+    text: str = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
+    return text

@@ -1,4 +1,4 @@
-"""Models, as data. docs/models.md has the exact parameter count of each."""
+"""Models and recipes, as data. docs/models.md has the exact parameter count of each model."""
 
 from __future__ import annotations
 
@@ -41,4 +41,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 32768,
         "tie_embeddings": False,
     },
+}
+
+
+def _paper(lr: float, steps: int) -> dict[str, Any]:
+    """The Mamba paper's training: five times GPT-3's rate, half a million tokens a step, cosine to 1e-5."""
+    return {
+        "optim": {"lr": lr, "min_lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0,
+                  "schedule": "cosine", "warmup_steps": steps // 10},
+        "data": {"sequence_length": 2048},
+        "train": {"batch_tokens": 2**19, "steps": steps},
+    }  # fmt: skip
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": {"optim": {"lr": 3e-4}, "train": {"steps": 100_000}},
+    "fast": {"optim": {"lr": 5e-4}, "train": {"steps": 50_000}},
+    "careful": {"optim": {"lr": 1e-4}, "train": {"steps": 200_000}},
+    "paper-130m": _paper(3e-3, 4_800),  # 2.5 billion tokens
+    "paper-370m": _paper(1.5e-3, 13_500),  # 7 billion
+    "paper-790m": _paper(1.25e-3, 29_000),  # 15 billion
+    "paper-1.4b": _paper(1e-3, 50_000),  # 26 billion
 }

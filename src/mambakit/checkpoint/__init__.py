@@ -1,6 +1,7 @@
 """Files of weights: reading and writing models in Hugging Face's and state-spaces' forms."""
 
+from .converting import convert
 from .files import CheckpointError
 from .loading import LoadedModel, load
 
-__all__ = ["CheckpointError", "LoadedModel", "load"]
+__all__ = ["CheckpointError", "LoadedModel", "convert", "load"]

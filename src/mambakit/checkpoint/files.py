@@ -1,14 +1,9 @@
-"""What all formats share: reading JSON and weights safely, and writing a folder whole or not at all."""
+"""What all formats share: reading and writing weights safely, and building a model of them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError  # what torch's weights-only loader raises
 from typing import Any
@@ -18,36 +13,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .. import files
 from ..config import ModelConfig
 from ..model import MambaLM
 
-LARGEST_JSON = 64 * 2**20
 
-
-class CheckpointError(ValueError):
+class CheckpointError(files.UserError):
     """A folder that cannot be read, or a model that the other side could not compute."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of sane size."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; a model folder needs it")
-    if path.stat().st_size > LARGEST_JSON:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; need at most {LARGEST_JSON}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; need a JSON object")
-    return value
+    return files.read_json(path, CheckpointError)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder: safetensors where there is one, else PyTorch's .bin through the weights-only loader."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
-            return _read_weight_file(folder / name)
+            return read_weight_file(folder / name)
         index = folder / f"{name}.index.json"
         if index.is_file():
             return _read_weight_shards(folder, read_json(index), index)
@@ -62,11 +46,11 @@ def _read_weight_shards(folder: Path, index: dict[str, Any], path: Path) -> dict
     for name in sorted({str(value) for value in names.values()}):
         if Path(name).name != name:  # an index must not lead out of its folder
             raise CheckpointError(f"{path} names the file {name!r}; need plain file names")
-        weights.update(_read_weight_file(folder / name))
+        weights.update(read_weight_file(folder / name))
     return weights
 
 
-def _read_weight_file(path: Path) -> dict[str, Tensor]:
+def read_weight_file(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             weights = load_file(path)
@@ -84,42 +68,6 @@ def _read_weight_file(path: Path) -> dict[str, Tensor]:
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """A safetensors file that transformers recognizes."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write in, which takes the name `target` only once all of it is on disk."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not empty; choose another place, or remove it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield beside
-        for path in beside.iterdir():
-            _sync(path)
-        os.chmod(beside, 0o755)
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
-        _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on disk; systems that cannot open a folder do without for folders."""
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def build_model(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, new_folder, read_json, read_weights, write_json, write_weights
+from .files import CheckpointError, build_model, read_json, read_weights, write_weights
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,18 +50,21 @@ def write(
     reason = why_transformers_cannot(model.config)
     if reason is not None and not any_model:
         raise CheckpointError(f"this model cannot be written for transformers: {reason}")
+    with new_folder(Path(folder), CheckpointError) as beside:
+        write_into(beside, model, tokenizer, end_tokens)
+
+
+def write_into(folder: Path, model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> None:
+    """The files of a model, in a folder that is there."""
     config = config_to_huggingface(model.config)
     config["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None
     config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
-    with new_folder(Path(folder)) as beside:
-        write_json(beside / "config.json", config)
-        write_weights(beside / "model.safetensors", _their_weights(model))
-        if tokenizer is not None:
-            tokenizer.save(str(beside / "tokenizer.json"))
-            eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
-            write_json(
-                beside / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
-            )
+    write_json(folder / "config.json", config)
+    write_weights(folder / "model.safetensors", _their_weights(model))
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
 
 
 def _our_name(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -28,18 +28,41 @@ class LoadedModel:
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
     @overload
+    def generate(self, prompt: list[str], **options: Any) -> list[str]: ...
+    @overload
     def generate(self, prompt: Sequence[int], **options: Any) -> list[int]: ...
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> str | list[int]:
-        """What follows the prompt: text for a text, token ids for token ids. Options as for `generate_tokens`."""
+    def generate(self, prompt: str | list[str] | Sequence[int], **options: Any) -> str | list[str] | list[int]:
+        """What follows: text for a text, texts for a list of texts, token ids for token ids.
+
+        Options as for `generate_text`, or for `generate_batch` with token ids. Ends before an end token.
+        """
         from ..generate import generate_tokens
 
-        options.setdefault("stop", self.end_tokens)
-        if not isinstance(prompt, str):
-            return list(generate_tokens(self.model, prompt, **options))
+        if isinstance(prompt, str):
+            return "".join(self.stream(prompt, **options))
+        prompts = [part for part in prompt if isinstance(part, str)]
+        tokens = [part for part in prompt if not isinstance(part, str)]
+        if prompts and tokens:
+            raise ValueError(f"the prompt {prompt!r} mixes texts and token ids; give a list of one kind")
+        if prompts:
+            texts = [""] * len(prompts)
+            for row, piece in self._text(prompts, options):
+                texts[row] += piece
+            return texts
+        if options.pop("stop_strings", ()):
+            raise ValueError("stop_strings end a text, but the prompt is token ids; give a text, or token ids as stop")
+        return list(generate_tokens(self.model, tokens, **{"stop": self.end_tokens, **options}))
+
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
+        """The text that follows, in pieces, as it is generated. Options as for `generate_text`."""
+        return (piece for _, piece in self._text([prompt], options))
+
+    def _text(self, prompts: list[str], options: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        from ..generate import generate_text
+
         if self.tokenizer is None:
             raise CheckpointError("this model has no tokenizer.json; give the prompt as token ids")
-        tokens = list(generate_tokens(self.model, self.tokenizer.encode(prompt).ids, **options))
-        return str(self.tokenizer.decode(tokens))
+        return generate_text(self.model, self.tokenizer, prompts, end_tokens=self.end_tokens, **options)
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:

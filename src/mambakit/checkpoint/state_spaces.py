@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..config import ConfigError, ModelConfig
+from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, new_folder, read_json, read_weights, write_json
+from .files import CheckpointError, build_model, read_json, read_weights
 
 # ssm_cfg keys that change the network, with the ModelConfig field each becomes.
 SHARED = {"d_state": "state_size", "d_conv": "conv_width", "expand": "expand", "bias": "bias", "conv_bias": "conv_bias"}
@@ -42,7 +43,7 @@ def write(model: MambaLM, folder: Path) -> None:
     """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens."""
     config = config_to_state_spaces(model.config)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with new_folder(Path(folder)) as beside:
+    with new_folder(Path(folder), CheckpointError) as beside:
         write_json(beside / "config.json", config)
         torch.save(weights, beside / "pytorch_model.bin")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -29,6 +30,10 @@ class State:
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """The state with a function applied to each tensor, for example `state.map(lambda t: t[:2])`."""
         return State(tuple(LayerState(function(layer.conv), function(layer.ssm)) for layer in self.layers))
+
+    def keep(self, rows: Tensor) -> State:
+        """The memory of the rows (B) that are true, and none for the others."""
+        return self.map(lambda memory: torch.where(rows.view(-1, *[1] * (memory.dim() - 1)), memory, 0))
 
     def detach(self) -> State:
         """The same memory without its history, so that no gradient flows into the text before."""

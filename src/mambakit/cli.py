@@ -1,0 +1,411 @@
+"""The commands. Each imports what it needs when it is called, so that help and mistakes are quick."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
+
+import tyro
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from tyro.conf import Positional, arg
+
+from . import __version__
+from .config import SECTIONS, ConfigError, read_config, read_yaml, resolve, write_yaml
+from .files import NoSpaceError, UserError
+from .progress import say
+
+STOPPED_AFTER_SAVING = 75
+
+
+def _flags() -> Any:
+    """A type with a flag --section.field for every setting; those that are not given are not in it."""
+    sections = {}
+    for section, settings in SECTIONS.items():
+        flags = {name: _flag(field) for name, field in settings.model_fields.items()}
+        if section == "model":
+            flags["preset"] = Annotated[str, arg(metavar="NAME", help="a model by name; the same as --model NAME")]
+        sections[section] = TypedDict(f"{section.capitalize()}Flags", flags, total=False)  # type: ignore[operator]
+    return TypedDict("SettingsFlags", sections, total=False)  # type: ignore[operator]
+
+
+def _flag(field: FieldInfo) -> Any:
+    """A flag whose value is text here: the config reads it as YAML and checks it together with all the others."""
+    default = field.default
+    hint = "(default: the preset's)" if default is PydanticUndefined else f"(default: {_plain(default)})"
+    several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
+    described = arg(metavar=_metavar(field.annotation), help=field.description or "", help_behavior_hint=hint)
+    return Annotated[tuple[str, ...] if several else str, described]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(str(part) for part in value) or "none"
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(get_args(annotation)) + "}"
+    names = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
+    inner = [names[part] for part in (annotation, *get_args(annotation)) if part in names]
+    return inner[0] if inner else "VALUE"
+
+
+def _settings(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What was typed, as settings."""
+    layer: dict[str, Any] = {}
+    for section, values in flags.items():
+        for name, value in values.items():
+            layer.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else _value(value)
+    return layer
+
+
+def _value(text: str) -> Any:
+    try:
+        return read_yaml(text)
+    except ValueError:
+        return text
+
+
+if TYPE_CHECKING:
+    SettingsFlags = Mapping[str, Mapping[str, Any]]
+else:
+    SettingsFlags = _flags()
+Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
+
+
+def prepare(
+    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of text")],
+    /,
+    out: Annotated[Path, arg(metavar="DIR", help="the folder of shards to make")],
+    tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
+    val_fraction: Annotated[float, arg(help="share held out for validation; a file's side never changes")] = 0.02,
+    workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
+    strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
+    layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Turn text into shards: tokens on disk that training reads.
+
+    Every file is a document. Hidden files, empty files and files that are not UTF-8 text are passed over and counted.
+
+    For example:
+      mambakit prepare notes/ --out shards
+      mambakit prepare book.txt letters/ --out shards --tokenizer bytes
+      mambakit prepare src/ docs/ --out shards --tokenizer train:16384 --val-fraction 0.05
+    """
+    from .data.prepare import prepare as run
+
+    index = run(
+        source, out, tokenizer=tokenizer, val_fraction=val_fraction, workers=workers, strict=strict, layout=layout
+    )
+    if json:
+        _print_json({"out": str(out), **index.model_dump()})
+    else:
+        for split, counts in index.counts.items():
+            ratio = f", {counts.bytes / counts.tokens:.2f} bytes per token" if counts.tokens else ""
+            _print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens{ratio}")
+        _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
+        say(f"train on it with\n  mambakit train --data {out}")
+    return 0
+
+
+def train(
+    config: Annotated[Positional[Path | None], arg(metavar="[CONFIG.yaml|.json]", help="settings from a file; flags win over it", help_behavior_hint="")] = None,
+    /,
+    *,
+    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files and folders of text, which are prepared first, once", help_behavior_hint="")] = (),
+    model: Annotated[str | None, arg(metavar="PRESET", help="a model by name, such as small or mamba2-130m", help_behavior_hint="")] = None,
+    recipe: Annotated[str | None, arg(metavar="NAME", help="default, fast, careful, or paper-130m … paper-1.4b", help_behavior_hint="")] = None,
+    out: Annotated[Path | None, arg(metavar="RUN", help="the run folder; runs/DATE_TIME unless set", help_behavior_hint="")] = None,
+    resume: Annotated[tuple[str, ...] | None, arg(metavar="[CHECKPOINT]", help="go on from the newest good checkpoint of RUN, or from the one named; starts where there is none yet", help_behavior_hint="")] = None,
+    init_from: Annotated[Path | None, arg(metavar="CHECKPOINT", help="start with the weights of another model or run", help_behavior_hint="")] = None,
+    write_config: Annotated[Path | None, arg(metavar="FILE", help="write the resolved config, and stop", help_behavior_hint="")] = None,
+    json: Json = False,
+    settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
+) -> int:  # fmt: skip
+    """Train a model: text or shards in, a run folder with checkpoints and metrics out.
+
+    Ctrl-C saves and says how to go on. A run that goes on from a checkpoint reaches the same bits as one that was not
+    stopped. Settings come from the recipe, the config file and the flags, of which later ones win.
+
+    For example:
+      mambakit train --data notes/ --out run --model small --train.steps 2000
+      mambakit train --data shards --out run --model.kind mamba2 --model.d-model 256 --model.num-layers 6
+      mambakit train --resume --out run
+      mambakit train --resume --out run --train.steps 4000
+      mambakit train --data shards --out tuned --init-from run --optim.lr 1e-4
+      mambakit train --data shards --model mamba-130m --recipe paper-130m --write-config run.yaml
+    """
+    file = read_config(config) if config is not None else {}
+    named = {
+        "recipe": recipe,
+        "model": {"preset": model} if model else None,
+        "data": {"path": list(data)} if data else None,
+    }
+    layers: list[Mapping[str, Any]] = [
+        file,
+        {key: value for key, value in named.items() if value is not None},
+        _settings(settings),
+    ]
+    if write_config is not None:
+        write_config.write_text(write_yaml(resolve(*layers)), encoding="utf-8")
+        say(f"written to {write_config}; train with\n  mambakit train {write_config}")
+        return 0
+    if resume is not None and len(resume) > 1:
+        raise ConfigError(f"--resume takes one checkpoint, not {len(resume)}: {' '.join(resume)}")
+    from .train.run import train_layers
+
+    result = train_layers(
+        layers, out=out, resume=(resume or [True])[0] if resume is not None else False, init_from=init_from
+    )
+    if json:
+        _print_json({
+            "run": str(result.folder), "step": result.step, "total_steps": result.total_steps,
+            "best_loss": result.best_loss, "stopped_by": result.stopped_by, "checkpoint": str(result.checkpoint),
+        })  # fmt: skip
+    if result.stopped_by is not None:
+        return STOPPED_AFTER_SAVING
+    say(f"done; try\n  mambakit generate {result.folder} --prompt TEXT\n  mambakit report {result.folder}")
+    return 0
+
+
+def evaluate(
+    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
+    /,
+    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files and folders of text")],
+    split: Annotated[Literal["val", "train"], arg(help="of a folder of shards")] = "val",
+    window: Annotated[int | None, arg(metavar="INT", help="also with documents cut to this many tokens of context", help_behavior_hint="")] = None,
+    baseline: Annotated[tuple[str, ...], arg(metavar="MODEL", help="put beside it, on the same bytes: gzip, a model folder, a Hugging Face name", help_behavior_hint="")] = (),
+    samples: Annotated[int, arg(help="texts to write from the beginnings of documents")] = 0,
+    max_tokens: Annotated[int | None, arg(metavar="INT", help="evaluate on about so many tokens, spread over the documents", help_behavior_hint="")] = None,
+    batch_rows: Annotated[int, arg(help="documents read side by side")] = 8,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Measure how well a model predicts a text: loss, perplexity per token and word, bits per byte.
+
+    Documents are read whole, with the state carried through them. The result is kept in the run for its report.
+
+    For example:
+      mambakit evaluate run --data shards
+      mambakit evaluate run --data shards --baseline gzip --samples 2
+      mambakit evaluate run --data letters/ --window 512 --json
+    """
+    from .checkpoint import native
+    from .evaluate import evaluate as run
+    from .evaluate import keep_in_run
+
+    if window is not None and window < 1:
+        raise ConfigError(f"--window {window}: need at least 1")
+    found = run(
+        native.find(checkpoint), data, split=split, window=window, baselines=baseline, samples=samples,
+        max_tokens=max_tokens, batch_rows=batch_rows, device=device,
+    )  # fmt: skip
+    keep_in_run(checkpoint, found)
+    if json:
+        _print_json(found.to_json())
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "context", "loss", "perplexity", "per word", "bits per byte", "documents", "bytes")
+    for result in found.results:
+        figures = (result.loss, result.perplexity, result.word_perplexity, result.bits_per_byte)
+        table.add_row(
+            result.model,
+            "–" if result.targets is None else str(result.window or "whole"),
+            *("–" if figure is None else f"{figure:,.4g}" for figure in figures),
+            f"{result.documents:,}",
+            f"{result.bytes:,}",
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for sample in found.samples:
+        _print(f"\n{sample['prompt']}|{sample['text']}")
+    return 0
+
+
+def generate(
+    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
+    /,
+    prompt: Annotated[tuple[str, ...], arg(metavar="TEXT", help="what to go on from; several are done together")],
+    max_new_tokens: Annotated[int, arg(help="longest continuation")] = 100,
+    temperature: Annotated[float, arg(help="0 takes the likeliest token; lower is safer, higher is freer")] = 1.0,
+    top_k: Annotated[int | None, arg(metavar="INT", help="choose among the k likeliest tokens", help_behavior_hint="")] = None,
+    top_p: Annotated[float | None, arg(metavar="FLOAT", help="choose among the fewest tokens of this probability together", help_behavior_hint="")] = None,
+    min_p: Annotated[float | None, arg(metavar="FLOAT", help="leave out tokens of less than this share of the likeliest's probability", help_behavior_hint="")] = None,
+    repetition_penalty: Annotated[float, arg(help="above 1 makes tokens that were there rarer")] = 1.0,
+    stop: Annotated[tuple[str, ...], arg(metavar="TEXT", help="end before this text", help_behavior_hint="")] = (),
+    seed: Annotated[int | None, arg(metavar="INT", help="the same seed gives the same text", help_behavior_hint="")] = None,
+    stream: Annotated[bool, arg(help="print the text as it comes", help_behavior_hint="")] = False,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Write on from a prompt.
+
+    For example:
+      mambakit generate run --prompt "def "
+      mambakit generate run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stream
+      mambakit generate run --prompt "Dear" "Yours" --max-new-tokens 20 --stop "." --json
+    """
+    from .checkpoint import load, native
+    from .device import choose_device
+
+    if stream and (json or len(prompt) > 1):
+        raise ConfigError("--stream prints one text as it comes; leave out --json, and give one --prompt")
+    loaded = load(native.find(checkpoint))
+    loaded.model.to(choose_device(device))
+    options = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "stop_strings": stop, "seed": seed,
+    }  # fmt: skip
+    if stream:
+        sys.stdout.write(prompt[0])
+        for piece in loaded.stream(prompt[0], **options):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        _print("")
+        return 0
+    texts = loaded.generate(list(prompt), **options)
+    if json:
+        _print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)]})
+    else:
+        _print("\n\n".join(p + text for p, text in zip(prompt, texts, strict=True)))
+    return 0
+
+
+def convert(
+    source: Annotated[Positional[Path], arg(metavar="SRC", help="a model folder of any form, or a run")],
+    target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make")],
+    /,
+    to: Annotated[Literal["huggingface", "state-spaces", "native"], arg(help="the form to write")],
+) -> int:
+    """Write a model in another program's form, bit for bit.
+
+    For example:
+      mambakit convert run model --to huggingface
+      mambakit convert run model --to state-spaces
+      mambakit convert model again --to native
+    """
+    from .checkpoint import convert as run
+
+    run(source, target, to)
+    _print(f"written to {target}")
+    return 0
+
+
+def report(
+    run: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help="run folders; several are drawn together")],
+    /,
+    out: Annotated[Path | None, arg(metavar="FILE", help="the page to write; RUN/report.html of the first run unless set", help_behavior_hint="")] = None,
+) -> int:  # fmt: skip
+    """Draw a run, or several together, as one HTML page that needs nothing else.
+
+    For example:
+      mambakit report run
+      mambakit report run tuned --out both.html
+    """
+    from .report import write_report
+
+    target = out if out is not None else run[0] / "report.html"
+    write_report(run, target)
+    _print(f"written to {target}")
+    return 0
+
+
+def verify(
+    path: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH", help="shard folders, checkpoints and runs")],
+    /,
+    json: Json = False,
+) -> int:
+    """Read everything, compare it with its checksums, and say what is wrong.
+
+    For example:
+      mambakit verify shards
+      mambakit verify run run/checkpoints/step_00000100 --json
+    """
+    from .verify import verify as run
+
+    problems = {str(folder): list(run(folder)) for folder in path}
+    if json:
+        _print_json(problems)
+    else:
+        for folder, found in problems.items():
+            _print(f"{folder}: {'good' if not found else f'{len(found)} problems'}")
+            for problem in found:
+                _print(f"  {problem}")
+    return 2 if any(problems.values()) else 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    command.__name__: command for command in (prepare, train, evaluate, generate, convert, report, verify)
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. 0: done; 2: a mistake of the person's, told in one message; 75: stopped after saving; 1: a fault."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
+        _print(f"mambakit {__version__}")
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _print(_overview())
+        return 0 if arguments else 2
+    try:
+        command = COMMANDS[_command_name(arguments)]
+        status: int = tyro.cli(
+            command,
+            args=arguments[1:],
+            prog=f"mambakit {command.__name__}",
+            description=inspect.getdoc(command),
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+        return status
+    except UserError as error:
+        say(f"mambakit: {error}")
+        return 2
+    except NoSpaceError as error:
+        say(f"mambakit: {error.strerror}; what was saved before is whole. Make space, and go on with --resume")
+        return 1
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _command_name(arguments: list[str]) -> str:
+    if arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"there is no command {arguments[0]!r}; {hint}")
+    return arguments[0]
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10}{(inspect.getdoc(command) or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join([
+        "usage: mambakit COMMAND [OPTIONS]", "",
+        "Train Mamba language models: text in, a trained, tested, shareable model out.", "",
+        *lines, "",
+        "mambakit COMMAND --help explains a command, with examples; mambakit --version says which this is.",
+    ])  # fmt: skip
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    _print(json.dumps(value, indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

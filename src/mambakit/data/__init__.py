@@ -1,0 +1,1 @@
+"""From text to batches: sources → documents → tokens → shards → loader."""

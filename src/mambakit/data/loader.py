@@ -1,0 +1,189 @@
+"""Batches from shards. Which tokens a row holds is a pure function of (seed, epoch, row number).
+
+Rows are numbered from 0 without end; an epoch is one pass over the windows of the split, in an order of its own. A step
+takes the next `batch_rows` of them. The loader's whole state is the number of the next row: any number of threads and
+any cut into micro-batches reads the same rows.
+
+With `carry_state`, row i of every batch reads on where row i of the batch before stopped, and `Batch.carries` says where
+the document goes on, so that the model's state may be carried over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..config import DataConfig
+from .shards import ShardError, TokenStream
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one step, or a part of them. All (B, L) but `carries`."""
+
+    tokens: Tensor  # int64
+    targets: Tensor  # int64: the token that follows each
+    doc_ids: Tensor  # int32
+    loss_mask: Tensor  # bool: which targets count
+    carries: Tensor  # (B) bool: the row goes on from the same row of the batch before
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def rows(self, begin: int, end: int) -> Batch:
+        return Batch(*(value[begin:end] for value in self._values()))
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        return Batch(*(value.to(device, non_blocking=True) for value in self._values()))
+
+    def _values(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.targets, self.doc_ids, self.loss_mask, self.carries
+
+
+class Loader:
+    """An endless iterator over batches of `batch_rows` rows, from row `next_row` on."""
+
+    def __init__(self, stream: TokenStream, config: DataConfig, batch_rows: int, *, next_row: int = 0) -> None:
+        if len(stream) < 2:
+            raise ShardError(
+                f"the {stream.split} split of {stream.folder} has {len(stream)} tokens; need at least 2 to learn from"
+            )
+        self.stream, self.config, self.batch_rows = stream, config, batch_rows
+        self.length = config.sequence_length
+        self.num_windows = -(-(len(stream) - 1) // self.length)
+        # Rows of an epoch. With carried states each row of the batch has its own stretch, and the last may be short.
+        self.stretch = -(-self.num_windows // batch_rows)
+        self.epoch_rows = self.stretch * batch_rows if config.carry_state else self.num_windows
+        self.next_row = next_row
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on from here; it does not fit other data, rows or order."""
+        return {"next_row": self.next_row, "fingerprint": self.fingerprint}
+
+    @property
+    def fingerprint(self) -> str:
+        values = [
+            self.stream.index.fingerprint,
+            self.stream.split,
+            self.length,
+            self.config.seed,
+            self.config.carry_state,
+        ]
+        if self.config.carry_state:
+            values.append(self.batch_rows)
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+    def window(self, row: int) -> int | None:
+        """Which window of the split a row reads; None for a row that has nothing left to read."""
+        epoch, number = divmod(row, self.epoch_rows)
+        if not self.config.carry_state:
+            return permute(number, self.num_windows, self.config.seed, epoch)
+        step, slot = divmod(number, self.batch_rows)
+        window = slot * self.stretch + step
+        if window >= self.num_windows:
+            return None
+        turn = permute(0, self.num_windows, self.config.seed, epoch)  # each epoch cuts its stretches elsewhere
+        return (window + turn) % self.num_windows
+
+    def _carries(self, row: int) -> bool:
+        """Whether a row goes on in the document that its slot was in before."""
+        if not self.config.carry_state or row % self.epoch_rows < self.batch_rows:
+            return False
+        window, before = self.window(row), self.window(row - self.batch_rows)
+        if window is None or before is None or window != before + 1:
+            return False
+        begin = window * self.length
+        return not self.stream.layout.starts(self.stream.read(begin - 1, begin + 1))[1]
+
+    def read(self, first_row: int) -> Batch:
+        """The batch that starts with this row."""
+        layout, length = self.stream.layout, self.length
+        packed = np.zeros((self.batch_rows, length + 1), layout.dtype)  # what is not filled is no target
+        carries = np.zeros(self.batch_rows, dtype=bool)
+        for i in range(self.batch_rows):
+            window = self.window(first_row + i)
+            if window is not None:
+                part = self.stream.read(window * length, (window + 1) * length + 1)
+                packed[i, : len(part)] = part
+                carries[i] = self._carries(first_row + i)
+        starts = layout.starts(packed)
+        return unpack(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches one after another; `next_row` moves on when a batch is handed over, not when it is read ahead."""
+        if self.config.workers == 0:
+            while True:
+                batch = self.read(self.next_row)
+                self.next_row += self.batch_rows
+                yield batch
+        waiting: deque[Future[Batch]] = deque()
+        ahead = self.next_row
+        pool = ThreadPoolExecutor(self.config.workers, thread_name_prefix="loader")
+        try:
+            while True:
+                while len(waiting) < self.config.prefetch:
+                    waiting.append(pool.submit(self.read, ahead))
+                    ahead += self.batch_rows
+                batch = waiting.popleft().result()
+                self.next_row += self.batch_rows
+                yield batch
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def unpack(
+    tokens: NDArray[Any], starts: NDArray[np.bool_], is_target: NDArray[np.bool_], carries: NDArray[np.bool_]
+) -> Batch:
+    """A batch of L inputs from L+1 tokens (B, L+1)."""
+    wide = torch.from_numpy(tokens.astype(np.int64))
+    return Batch(
+        tokens=wide[:, :-1],
+        targets=wide[:, 1:],
+        doc_ids=torch.from_numpy(np.cumsum(starts[:, :-1], axis=1, dtype=np.int32)),
+        loss_mask=torch.from_numpy(is_target[:, 1:]),
+        carries=torch.from_numpy(carries),
+    )
+
+
+_MASK = 2**64 - 1
+
+
+def _mix(value: int) -> int:
+    """64 bits, thoroughly stirred."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def permute(number: int, size: int, seed: int, epoch: int) -> int:
+    """Where `number` of 0…size-1 goes in the permutation of (seed, epoch): without a table, so of any size.
+
+    A Feistel network permutes the next power of four; numbers that fall outside are sent through again.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = _mix(_mix(seed) ^ epoch)
+    while True:
+        left, right = number >> half, number & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(key ^ (turn << 32) ^ right) & mask)
+        number = (left << half) | right
+        if number < size:
+            return number

@@ -1,0 +1,276 @@
+"""Shards: tokens on disk, memory-mapped. One writer, one reader, a version, checksums, and `verify`.
+
+A folder holds `index.json`, `tokenizer.json` and files `train-00000.bin …`, `val-00000.bin …` of little-endian integers,
+one a token: its id, its position in its document (which stays at the largest value past the end of its range), and
+whether it counts as a target. A document starts where the position is 0, or does not go on from the one before. A split
+is its files one after another: a document, or a row, may cross from one file into the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from ..config import ConfigError, Settings
+from ..files import UserError, checksum, read_json
+
+FORMAT, VERSION = "mambakit-shards", 1
+INDEX, TOKENIZER = "index.json", "tokenizer.json"
+SPLITS = ("train", "val")
+Tokens = NDArray[np.int64]
+
+
+class ShardError(UserError):
+    """A folder of shards that cannot be read or trained on."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one token is laid out in an integer: id in the low bits, then position, then the loss bit."""
+
+    name: str
+    dtype: np.dtype[Any]
+    token_bits: int
+    position_bits: int
+
+    @property
+    def max_position(self) -> int:
+        return (1 << self.position_bits) - 1
+
+    @property
+    def largest_vocabulary(self) -> int:
+        return 1 << self.token_bits
+
+    def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool) -> NDArray[Any]:
+        """Tokens of one document from `first_position` on. All count as targets but the document's first."""
+        positions = np.minimum(np.arange(first_position, first_position + len(tokens)), self.max_position)
+        packed = tokens | (positions << self.token_bits) | (1 << (self.token_bits + self.position_bits))
+        if starts_document and len(packed):
+            packed[0] = tokens[0]
+        return packed.astype(self.dtype)
+
+    def tokens(self, packed: NDArray[Any]) -> NDArray[Any]:
+        tokens: NDArray[Any] = packed & self.dtype.type(self.largest_vocabulary - 1)
+        return tokens
+
+    def positions(self, packed: NDArray[Any]) -> NDArray[Any]:
+        positions: NDArray[Any] = (packed >> self.dtype.type(self.token_bits)) & self.dtype.type(self.max_position)
+        return positions
+
+    def is_target(self, packed: NDArray[Any]) -> NDArray[np.bool_]:
+        bit = self.dtype.type(1 << (self.token_bits + self.position_bits))
+        marked: NDArray[np.bool_] = (packed & bit) != 0
+        return marked
+
+    def starts(self, packed: NDArray[Any]) -> NDArray[np.bool_]:
+        """Where documents start, along the last axis; the first element is compared with nothing and is False."""
+        positions = self.positions(packed)
+        here, before = positions[..., 1:], positions[..., :-1]
+        goes_on = (here == before + 1) | ((here == self.max_position) & (before == self.max_position))
+        starts = np.zeros(packed.shape, dtype=bool)
+        np.logical_not(goes_on, out=starts[..., 1:])
+        starts[..., 1:] |= here == 0
+        return starts
+
+
+LAYOUTS = {
+    "packed32": Layout("packed32", np.dtype("<i4"), 16, 14),
+    "wide64": Layout("wide64", np.dtype("<i8"), 32, 30),
+}
+
+
+class Shard(Settings):
+    """One file of tokens, and what is in it."""
+
+    file: str = Field(pattern=r"^[a-z]+-[0-9]{5,}\.bin$")  # a plain name: an index must not lead out of its folder
+    tokens: int = Field(ge=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class SplitCounts(Settings):
+    """What a split holds. Bytes and words are those of the text, as UTF-8 and between white space."""
+
+    documents: int = Field(0, ge=0)
+    tokens: int = Field(0, ge=0)
+    targets: int = Field(0, ge=0)
+    bytes: int = Field(0, ge=0)
+    words: int = Field(0, ge=0)
+
+
+class Index(Settings):
+    """index.json."""
+
+    format: Literal["mambakit-shards"]
+    version: Literal[1]
+    layout: str = Field(pattern=r"^(packed32|wide64)$")
+    tokenizer: str
+    tokenizer_sha256: str
+    vocab_size: int = Field(ge=1, le=2**31)
+    end_token: int = Field(ge=0)
+    counts: dict[str, SplitCounts]
+    shards: dict[str, list[Shard]]
+    sources: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any token does."""
+        content = [self.layout, self.tokenizer_sha256, [[s.sha256 for s in self.shards[name]] for name in SPLITS]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def is_shards(path: Path) -> bool:
+    return (path / INDEX).is_file()
+
+
+def read_index(folder: Path) -> Index:
+    values = read_json(folder / INDEX, ShardError)
+    if values.get("format") != FORMAT or values.get("version") != VERSION:
+        raise ShardError(
+            f"{folder / INDEX} has format {values.get('format')!r} version {values.get('version')!r}; "
+            f"this mambakit reads {FORMAT} version {VERSION}"
+        )
+    try:
+        index = Index(**values)
+    except ConfigError as error:
+        raise ShardError(f"{folder / INDEX}: {error}") from None
+    if missing := [name for name in SPLITS if name not in index.shards or name not in index.counts]:
+        raise ShardError(f"{folder / INDEX} has no {' and no '.join(missing)} split")
+    return index
+
+
+class ShardWriter:
+    """Writes one split, starting a new file whenever one is full."""
+
+    def __init__(self, folder: Path, split: str, layout: Layout, shard_tokens: int) -> None:
+        self.folder, self.split, self.layout, self.shard_tokens = folder, split, layout, shard_tokens
+        self.shards: list[Shard] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._name = f"{self.split}-{len(self.shards):05d}.bin"
+        self._tokens, self._digest = 0, hashlib.sha256()
+        self._file = (self.folder / self._name).open("wb")
+
+    def write(self, packed: NDArray[Any]) -> None:
+        while len(packed):
+            if self._tokens == self.shard_tokens:
+                self._finish()
+                self._begin()
+            part, packed = np.split(packed, [min(len(packed), self.shard_tokens - self._tokens)])
+            self._file.write(part.data)
+            self._digest.update(part.data)
+            self._tokens += len(part)
+
+    def _finish(self) -> None:
+        self._file.close()
+        if self._tokens:
+            self.shards.append(Shard(file=self._name, tokens=self._tokens, sha256=self._digest.hexdigest()))
+        else:
+            (self.folder / self._name).unlink()
+
+    def close(self) -> list[Shard]:
+        self._finish()
+        return self.shards
+
+
+class TokenStream:
+    """All tokens of a split as one long array, read from memory-mapped files."""
+
+    def __init__(self, folder: Path, split: str, index: Index | None = None) -> None:
+        self.folder, self.split = folder, split
+        self.index = index or read_index(folder)
+        self.layout = LAYOUTS[self.index.layout]
+        self.counts = self.index.counts[split]
+        self._maps = [self._open(shard) for shard in self.index.shards[split]]
+        self._ends = np.cumsum([0, *(len(array) for array in self._maps)])
+
+    def _open(self, shard: Shard) -> NDArray[Any]:
+        path = self.folder / shard.file
+        size = path.stat().st_size if path.is_file() else 0
+        if size != shard.tokens * self.layout.dtype.itemsize:
+            raise ShardError(
+                f"{path} has {size} bytes, but the index says {shard.tokens} tokens of "
+                f"{self.layout.dtype.itemsize} bytes; prepare the data again"
+            )
+        return np.memmap(path, dtype=self.layout.dtype, mode="r")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Packed tokens begin…end, fewer where the stream ends."""
+        parts = []
+        while begin < min(end, len(self)):
+            number = int(np.searchsorted(self._ends, begin, side="right")) - 1
+            offset = int(self._ends[number])
+            part = self._maps[number][begin - offset : end - offset]
+            parts.append(part)
+            begin += len(part)
+        if len(parts) == 1:
+            return np.asarray(parts[0])
+        return np.concatenate(parts) if parts else np.empty(0, self.layout.dtype)
+
+    def documents(self, block: int = 2**20) -> Iterator[tuple[NDArray[Any], bool]]:
+        """The split in order as (packed tokens, whether a document starts with them): pieces of at most `block`."""
+        before = np.empty(0, self.layout.dtype)
+        for begin in range(0, len(self), block):
+            packed = self.read(begin, begin + block)
+            starts = self.layout.starts(np.concatenate([before, packed]))[len(before) :]
+            if not len(before):
+                starts[0] = True
+            before = packed[-1:]
+            cuts = np.flatnonzero(starts)
+            if not len(cuts) or cuts[0] > 0:
+                cuts = np.concatenate([[0], cuts])
+            for piece, at in zip(np.split(packed, cuts[1:]), cuts, strict=True):
+                yield piece, bool(starts[at])
+
+
+def verify(folder: Path) -> Iterator[str]:
+    """Read everything, and yield what is wrong with it, a line each."""
+    index = read_index(folder)
+    layout = LAYOUTS[index.layout]
+    tokenizer = folder / TOKENIZER
+    if not tokenizer.is_file():
+        yield f"{tokenizer} is missing"
+    elif checksum(tokenizer) != index.tokenizer_sha256:
+        yield f"{tokenizer} is not the file the index was made with: its checksum differs"
+    for split in SPLITS:
+        broken = False
+        for shard in index.shards[split]:
+            path = folder / shard.file
+            if not path.is_file():
+                broken = True
+                yield f"{path} is missing"
+            elif path.stat().st_size != shard.tokens * layout.dtype.itemsize:
+                broken = True
+                yield f"{path} has {path.stat().st_size} bytes; need {shard.tokens * layout.dtype.itemsize}"
+            elif checksum(path) != shard.sha256:
+                broken = True
+                yield f"{path} differs from what was written: its checksum is not the index's"
+        if not broken:
+            yield from _verify_content(TokenStream(folder, split, index))
+
+
+def _verify_content(stream: TokenStream) -> Iterator[str]:
+    """Ids, and the counts of the index."""
+    documents = targets = 0
+    for packed, starts in stream.documents():
+        documents += starts
+        targets += int(stream.layout.is_target(packed).sum())
+        largest = int(stream.layout.tokens(packed).max())
+        if largest >= stream.index.vocab_size:
+            yield f"{stream.split}: token {largest} is outside the vocabulary of {stream.index.vocab_size}"
+            return
+    found = {"documents": documents, "tokens": len(stream), "targets": targets}
+    for name, value in found.items():
+        if value != (expected := getattr(stream.counts, name)):
+            yield f"{stream.split}: {value} {name} found, but the index says {expected}"

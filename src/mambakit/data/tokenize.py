@@ -1,0 +1,207 @@
+"""Tokenizers: opened, or learned from text; and text turned into tokens by several threads.
+
+Whatever its origin, a tokenizer is a `tokenizers.Tokenizer` with an end-of-text token, so that one file, tokenizer.json,
+travels from the shards to the checkpoints and to other programs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ..files import UserError
+from .shards import Tokens
+
+END_OF_TEXT = "<|endoftext|>"
+# What others call the token that ends a text, in the order in which they are looked for.
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+
+
+class TokenizerError(UserError):
+    """A tokenizer that cannot be opened or used."""
+
+
+def open_tokenizer(spec: str, text: Iterable[str] = ()) -> Tokenizer:
+    """`bytes`, a path to a tokenizer.json, a Hugging Face name, or `train:VOCAB`, learned from `text`."""
+    if spec == "bytes":
+        return bytes_tokenizer()
+    if spec.startswith("train:"):
+        return train_tokenizer(text, vocabulary_of(spec))
+    path = Path(spec)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_hub(spec)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{spec} is not a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # some files carry a length limit, which would cut texts
+    tokenizer.no_padding()
+    if end_token(tokenizer) is None:
+        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return tokenizer
+
+
+def check_spec(spec: str) -> None:
+    """Raise at once for a spec that cannot work, before any text is read."""
+    if spec.startswith("train:"):
+        vocabulary_of(spec)
+    elif spec != "bytes" and (spec.endswith(".json") or spec.startswith((".", "/"))) and not Path(spec).exists():
+        raise TokenizerError(f"the tokenizer {spec} does not exist; give bytes, a tokenizer.json, or train:VOCAB")
+
+
+def vocabulary_of(spec: str) -> int:
+    match = re.fullmatch(r"train:([0-9]{1,9})", spec)
+    if match is None or int(match[1]) < SMALLEST_VOCABULARY:
+        raise TokenizerError(
+            f"tokenizer {spec!r}: need train:VOCAB with a vocabulary of at least {SMALLEST_VOCABULARY}"
+        )
+    return int(match[1])
+
+
+def _from_hub(name: str) -> Tokenizer:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise TokenizerError(f"the tokenizer {name} does not exist; give bytes, a tokenizer.json, or train:VOCAB")
+    try:
+        return Tokenizer.from_pretrained(name)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TokenizerError(
+            f"the tokenizer {name!r} is no file here, and Hugging Face did not give it: {reason}"
+        ) from None
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Each byte is a token with its own value as id; 256 ends a text."""
+    alphabet = _byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
+    return _byte_level(tokenizer, use_regex=False)
+
+
+def train_tokenizer(text: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` ids, fewer where the text has not that many pairs."""
+    tokenizer = _byte_level(Tokenizer(models.BPE()), use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+        max_token_length=64,
+    )
+    tokenizer.train_from_iterator(text, trainer)
+    return tokenizer
+
+
+def _byte_level(tokenizer: Tokenizer, *, use_regex: bool) -> Tokenizer:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.decoder = decoders.ByteLevel()
+    if not use_regex:
+        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level tokenizers: itself, or one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def end_token(tokenizer: Tokenizer) -> int | None:
+    """The id of the token that ends a text."""
+    for name in END_NAMES:
+        if (found := tokenizer.token_to_id(name)) is not None:
+            return int(found)
+    return None
+
+
+def end_of(tokenizer: Tokenizer) -> int:
+    """The same, of a tokenizer that has one, as all from `open_tokenizer` have."""
+    found = end_token(tokenizer)
+    assert found is not None
+    return found
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id; ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def same_tokenizer(first: str, second: str) -> bool:
+    """Whether two tokenizer.json files turn text into the same tokens."""
+    return first == second or Tokenizer.from_str(first).to_str() == Tokenizer.from_str(second).to_str()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A piece of text as tokens, with what it was made of."""
+
+    tokens: Tokens
+    num_bytes: int
+    num_words: int
+
+
+class Encoder:
+    """Turns pieces of UTF-8 into tokens. Text that looks like a special token stays text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self.tokenizer.encode_special_tokens = True
+        self.is_bytes = tokenizer.to_str() == bytes_tokenizer().to_str()
+
+    def encode(self, data: bytes) -> Encoded:
+        text = data.decode("utf-8", errors="replace")
+        if self.is_bytes:
+            tokens = np.frombuffer(data, np.uint8).astype(np.int64)
+        else:
+            # A batch of one: the library lets other threads run during a batch, and not during a single text.
+            encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+            tokens = np.array(encoding.ids, dtype=np.int64)
+        return Encoded(tokens, len(data), len(text.split()))
+
+
+Item = TypeVar("Item")
+
+
+def encode_all(
+    encoder: Encoder, pieces: Iterable[tuple[Item, bytes]], workers: int, job_bytes: int = 2**18
+) -> Iterator[tuple[Item, Encoded]]:
+    """Encode pieces with `workers` threads, in order, with a bounded number of them in memory."""
+
+    def run(job: list[tuple[Item, bytes]]) -> list[tuple[Item, Encoded]]:
+        return [(item, encoder.encode(data)) for item, data in job]
+
+    waiting: deque[Future[list[tuple[Item, Encoded]]]] = deque()
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="tokenize") as pool:
+        try:
+            for job in _jobs(pieces, job_bytes):
+                waiting.append(pool.submit(run, job))
+                if len(waiting) > 2 * max(1, workers):
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _jobs(pieces: Iterable[tuple[Item, bytes]], job_bytes: int) -> Iterator[list[tuple[Item, bytes]]]:
+    job: list[tuple[Item, bytes]] = []
+    size = 0
+    for item, data in pieces:
+        job.append((item, data))
+        size += len(data)
+        if size >= job_bytes:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job

@@ -1,0 +1,5 @@
+"""Training: a run is opened (new or from a checkpoint), then one loop takes it to its end."""
+
+from .run import train
+
+__all__ = ["train"]

@@ -1,0 +1,311 @@
+"""The training loop: look (evaluate, sample), save, step, until the end.
+
+Everything that happens is a function of what a checkpoint holds: weights, optimizer, random states, carried states and
+`Progress`. A step that is left off half-way is as if it had not begun; an evaluation likewise. So a run that was stopped
+anywhere goes on to the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import native
+from ..checkpoint.native import TrainState
+from ..config import RunConfig
+from ..data.lanes import Range, lanes
+from ..data.loader import Batch
+from ..data.shards import TokenStream
+from ..device import autocast
+from ..evaluate import score
+from ..files import replace_json
+from ..generate import generate_text
+from ..model import LayerState, MambaLM, Output, State
+from .display import Display
+from .metrics import MetricsFile, bits_per_byte, peak_memory
+from .optim import optimizer_tensors
+from .schedule import learning_rate
+from .stopping import Stopper, StopRequested
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass
+class Progress:
+    """How far a run has come. All of it is saved."""
+
+    step: int = 0
+    tokens: int = 0
+    next_row: int = 0  # the loader's whole state
+    looked_at: int = 0  # the last step whose evaluation and samples are done
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+
+
+@dataclass
+class Run:
+    """A run in memory."""
+
+    folder: Path
+    config: RunConfig
+    device: torch.device
+    dtype: torch.dtype
+    model: MambaLM
+    forward: Callable[..., Output]  # the model, or its compiled form
+    optimizer: torch.optim.AdamW
+    scaler: torch.amp.GradScaler
+    batches: Iterator[Batch]
+    fingerprint: str | None  # of the loader's order, to notice other data on resume
+    train_data: TokenStream | None
+    val_data: TokenStream | None
+    val_ranges: list[Range]
+    tokenizer: Tokenizer | None
+    end_tokens: tuple[int, ...]
+    total_steps: int
+    matmul_flops: float
+    metrics: MetricsFile
+    display: Display
+    stopper: Stopper
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    carried: State | None = None  # (rows of a batch) with data.carry_state
+    saved_step: int = 0
+
+    @property
+    def stopped_early(self) -> bool:
+        patience = self.config.train.early_stop
+        return patience is not None and self.progress.evaluations_without_gain >= patience
+
+    @property
+    def is_done(self) -> bool:
+        return self.progress.step >= self.total_steps or self.stopped_early
+
+
+def loop(run: Run) -> None:
+    """Train to the end, or until told to stop; either way the last finished step is saved."""
+    try:
+        with run.stopper.listening(), run.display.shown():
+            try:
+                while True:
+                    look(run)
+                    if is_save_due(run):
+                        save(run)
+                    if run.is_done:
+                        return
+                    step(run)
+            except StopRequested:
+                save(run)
+                raise
+    finally:
+        run.metrics.close()
+
+
+def step(run: Run) -> None:
+    """One optimizer step over a whole batch, in micro-batches."""
+    config, progress = run.config, run.progress
+    begin = time.perf_counter()
+    batch = next(run.batches)
+    random = native.random_states(run.device)
+    rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
+    try:
+        loss, states = _accumulate(run, batch)
+    except StopRequested:  # as if the step had not begun
+        run.optimizer.zero_grad(set_to_none=True)
+        native.restore_random_states(random, run.device)
+        raise
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    run.scaler.unscale_(run.optimizer)
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.optim.clip or math.inf)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.carried = states
+    num_tokens = batch.tokens.numel()
+    progress.step += 1
+    progress.tokens += num_tokens
+    progress.next_row += batch.num_rows
+    _record_step(run, float(loss), float(norm), rate, num_tokens, begin)  # sync point
+
+
+def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
+    """Gradients of the mean loss over all targets of the batch; the loss; and the states after it, if carried."""
+    rows = run.config.micro_batch_rows
+    num_targets = max(1, batch.num_targets)
+    loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
+    states: list[State] = []
+    for begin in range(0, batch.num_rows, rows):
+        run.stopper.check()
+        micro = batch.rows(begin, begin + rows).to(run.device)
+        with autocast(run.device, run.dtype):
+            output = run.forward(
+                micro.tokens,
+                doc_ids=micro.doc_ids,
+                state=_state_before(run, micro, begin),
+                targets=micro.targets,
+                loss_mask=micro.loss_mask,
+            )
+        assert output.loss_sum is not None
+        micro_loss = output.loss_sum / num_targets
+        run.scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach().to(loss)
+        if run.config.data.carry_state:
+            states.append(output.state.detach())
+    return loss, join_states(states) if states else None
+
+
+def _state_before(run: Run, micro: Batch, begin: int) -> State | None:
+    """What the rows of a micro-batch remember, where they go on in a document."""
+    if run.carried is None:
+        return None
+    return run.carried.map(lambda memory: memory[begin : begin + micro.num_rows]).keep(micro.carries)
+
+
+def join_states(states: list[State]) -> State:
+    """States of some rows each, as one of all rows."""
+    layers = zip(*(state.layers for state in states), strict=True)
+    return State(
+        tuple(
+            LayerState(torch.cat([part.conv for part in layer]), torch.cat([part.ssm for part in layer]))
+            for layer in layers
+        )
+    )
+
+
+def _record_step(run: Run, loss: float, norm: float, rate: float, num_tokens: int, begin: float) -> None:
+    seconds = time.perf_counter() - begin
+    flops = run.config.model.flops_per_token(training=True) * num_tokens
+    record: dict[str, Any] = {
+        "type": "train",
+        "step": run.progress.step,
+        "loss": loss,
+        "bits_per_byte": _bits_per_byte(run.train_data, loss),
+        "lr": rate,
+        "grad_norm": norm,
+        "tokens": run.progress.tokens,
+        "epoch": run.progress.tokens / len(run.train_data) if run.train_data else None,
+        "tokens_per_second": num_tokens / seconds,
+        "mfu": flops / seconds / run.matmul_flops,
+        "memory_bytes": peak_memory(run.device),
+    }
+    run.metrics.write(record)
+    run.display.step(record)
+
+
+def _bits_per_byte(data: TokenStream | None, loss: float) -> float | None:
+    return bits_per_byte(loss, data.counts, data.index.vocab_size) if data else None
+
+
+def look(run: Run) -> None:
+    """Evaluate and sample where this step is due for it. Nothing is recorded before all of it is done."""
+    progress, config = run.progress, run.config
+    if progress.looked_at == progress.step or progress.step == 0:
+        return
+    is_last = progress.step == run.total_steps
+    records = []
+    if run.val_ranges and config.train.eval_every and (progress.step % config.train.eval_every == 0 or is_last):
+        records.append(_evaluate(run))
+    if config.track.sample_every and (progress.step % config.track.sample_every == 0 or is_last):
+        records += _sample(run)
+    progress.looked_at = progress.step
+    for record in records:
+        run.metrics.write(record)
+        if record["type"] == "eval":
+            run.display.evaluated(record)
+            _note_best(run, record["loss"])
+        else:
+            run.display.sampled(record)
+
+
+def _evaluate(run: Run) -> dict[str, Any]:
+    assert run.val_data is not None
+    rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
+    run.display.doing("evaluating")
+    batches = lanes(run.val_data, run.val_ranges, rows, run.config.data.sequence_length)
+    result = score(run.model, batches, dtype=run.dtype, before_batch=run.stopper.check)
+    run.display.doing("training")
+    return {
+        "type": "eval",
+        "step": run.progress.step,
+        "loss": result.loss,
+        "perplexity": math.exp(min(result.loss, 700.0)),
+        "bits_per_byte": _bits_per_byte(run.val_data, result.loss),
+        "targets": result.targets,
+    }
+
+
+def _note_best(run: Run, loss: float) -> None:
+    progress = run.progress
+    if progress.best_loss is None or loss < progress.best_loss:
+        progress.best_loss, progress.best_step, progress.evaluations_without_gain = loss, progress.step, 0
+    else:
+        progress.evaluations_without_gain += 1
+
+
+def _sample(run: Run) -> Iterator[dict[str, Any]]:
+    """What the model writes now. Its randomness is its own, so that samples change nothing in the run."""
+    if run.tokenizer is None:
+        return
+    run.model.eval()
+    for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
+        run.stopper.check()
+        text = generate_text(
+            run.model, run.tokenizer, [prompt], end_tokens=run.end_tokens, seed=number,
+            max_new_tokens=run.config.track.sample_tokens, temperature=0.8, top_p=0.95,
+        )  # fmt: skip
+        whole = "".join(piece for _, piece in text)
+        yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
+    run.model.train()
+
+
+def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
+    """How some documents begin that the model has not learned from, where there are any."""
+    data, ranges = (run.val_data, run.val_ranges) if run.val_ranges else (run.train_data, [(0, num_tokens)])
+    if data is None or run.tokenizer is None:
+        return []
+    tokens = [data.layout.tokens(data.read(begin, min(end, begin + num_tokens))) for begin, end in ranges[:count]]
+    return [text for text in (run.tokenizer.decode(part.tolist()) for part in tokens) if text]
+
+
+def is_save_due(run: Run) -> bool:
+    step, config = run.progress.step, run.config.checkpoint
+    is_best = config.keep_best and run.progress.best_step == step
+    return step != run.saved_step and (run.is_done or step % config.every == 0 or is_best)
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the last finished step, unless there is one; then delete those no longer kept."""
+    progress, config = run.progress, run.config.checkpoint
+    if progress.step != run.saved_step:
+        run.display.doing("saving")
+        folder = native.write(run.folder, progress.step, run.model, run.tokenizer, run.end_tokens, _state(run))
+        run.saved_step = progress.step
+        run.display.say(f"step {progress.step}: saved in {folder}")
+        run.display.doing("training")
+    best = progress.best_step if config.keep_best else None
+    if best is not None and native.folder_of(run.folder, best).is_dir():
+        replace_json(run.folder / "best.json", {"step": best, "loss": progress.best_loss})
+    native.retain(run.folder, config.keep_last, config.keep_every, best)
+
+
+def _state(run: Run) -> TrainState:
+    tensors = native.random_states(run.device)
+    if run.carried is not None:
+        for i, layer in enumerate(run.carried.layers):
+            tensors |= {f"carried/{i}/conv": layer.conv, f"carried/{i}/ssm": layer.ssm}
+    values = {
+        **dataclasses.asdict(run.progress),
+        "fingerprint": run.fingerprint,
+        "metrics_bytes": run.metrics.length(),
+        "scaler": run.scaler.state_dict(),
+    }
+    return TrainState(optimizer_tensors(run.model, run.optimizer), tensors, values, run.config.to_json())

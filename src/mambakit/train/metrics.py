@@ -1,0 +1,92 @@
+"""Measurements: one JSON object a line in metrics.jsonl, and the meters of memory and of the device's speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data.shards import SplitCounts
+from ..progress import say
+
+
+class MetricsFile:
+    """metrics.jsonl: each line is on disk before the next is begun; a checkpoint notes how long the file was."""
+
+    def __init__(self, path: Path, length: int = 0) -> None:
+        """Open the file, and take back what was written after its first `length` bytes."""
+        found = path.stat().st_size if path.exists() else 0
+        if found < length:
+            say(
+                f"{path} has {found} bytes, but {length} were written by the time of the checkpoint; going on after them"
+            )
+        self._file = path.open("ab")
+        self._file.truncate(min(length, found))
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(finite(record), allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def length(self) -> int:
+        """Bytes so far, all of them on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """NaN and infinity have no word in JSON."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+
+
+def bits_per_byte(loss: float, counts: SplitCounts, vocab_size: int) -> float | None:
+    """What it costs to write down a byte of text with this mean loss, or None where bytes were not counted.
+
+    A document's first token, which no model is asked to predict, is charged as if all tokens were equally likely.
+    """
+    if not counts.bytes:
+        return None
+    nats = loss * counts.targets + counts.documents * math.log(vocab_size)
+    return nats / math.log(2) / counts.bytes
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes at the highest so far: of the GPU, or of this process. None where it cannot be known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product on this device, the best of three: what MFU is measured against."""
+    size = 8192 if device.type == "cuda" else 1536
+    left = torch.randn(size, size, device=device, dtype=torch.float32, generator=_own_generator(device)).to(dtype)
+    best = math.inf
+    for _ in range(4):  # the first warms up
+        begin = time.perf_counter()
+        (left @ left).flatten()[0].item()  # sync point
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best
+
+
+def _own_generator(device: torch.device) -> torch.Generator:
+    """Random numbers that leave those of the run alone."""
+    return torch.Generator(device=device).manual_seed(0)

@@ -1,0 +1,72 @@
+"""AdamW, with weight decay on matrices alone: parameters are grouped by name, since Mamba-1's A_log is a matrix too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..config import OptimConfig
+
+# A parameter whose name ends so is never decayed: the state's decay rates and skip, dt's bias, norms, other biases.
+WITHOUT_DECAY = ("A_log", "D", "dt_bias", "norm.weight", "norm_f.weight", "bias")
+
+
+def is_decayed(name: str) -> bool:
+    return not any(name == end or name.endswith(f".{end}") for end in WITHOUT_DECAY)
+
+
+def decay_groups(model: nn.Module) -> dict[str, list[str]]:
+    """Names of all parameters, by whether weight decay acts on them. Each unique parameter is there once."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {
+        "decay": [name for name in names if is_decayed(name)],
+        "no decay": [name for name in names if not is_decayed(name)],
+    }
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+    parameters = dict(model.named_parameters())
+    decay = {"decay": config.weight_decay, "no decay": 0.0}
+    groups = [
+        {"params": [parameters[name] for name in names], "weight_decay": decay[group]}
+        for group, names in decay_groups(model).items()
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
+    )
+
+
+def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:
+    """The table of groups, one line for each kind of parameter: layers have the same ones over and over."""
+    parameters = dict(model.named_parameters())
+    for group, names in decay_groups(model).items():
+        rate = config.weight_decay if group == "decay" else 0
+        total = sum(parameters[name].numel() for name in names)
+        yield f"weight decay {rate:g}: {len(names)} tensors, {total:,} parameters"
+        kinds: dict[str, list[Tensor]] = {}
+        for name in names:
+            kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            kinds.setdefault(kind, []).append(parameters[name])
+        for kind, tensors in kinds.items():
+            shape = " x ".join(str(size) for size in tensors[0].shape)
+            yield f"  {kind:<42} {len(tensors):>3} x ({shape})"
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """The optimizer's state by the names of the parameters, so that it fits however they are grouped later."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tensors: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        prefix = f"{name}/"
+        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if state:
+            # The count of steps stays where the fused kernel wants it: with the parameters.
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}

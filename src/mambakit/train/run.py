@@ -1,0 +1,382 @@
+"""Opening a run: a new one, or one that goes on from its checkpoint; and training it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from ..checkpoint import CheckpointError, huggingface, load, native
+from ..checkpoint.native import TrainState
+from ..config import ConfigError, RunConfig, read_config, resolve, write_yaml
+from ..data.lanes import document_ranges
+from ..data.loader import Batch, Loader
+from ..data.prepare import prepare_once
+from ..data.shards import TOKENIZER, TokenStream, is_shards, read_index
+from ..data.tokenize import same_tokenizer
+from ..device import choose_device, choose_dtype, keep_freed_memory
+from ..files import LockedError, UserError, lock, replace_json
+from ..model import LayerState, MambaLM, State
+from ..progress import say
+from .display import Display
+from .loop import Progress, Run, loop
+from .metrics import MetricsFile, matmul_flops
+from .optim import describe_groups, load_optimizer_tensors, make_optimizer
+from .stopping import Stopper, StopRequested
+
+# Settings of a model that its weights do not depend on.
+FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    total_steps: int
+    best_loss: float | None
+    stopped_by: str | None  # the signal that ended it before its time
+
+    @property
+    def checkpoint(self) -> Path:
+        return native.folder_of(self.folder, self.step)
+
+
+def train(
+    config: ConfigLike,
+    batches: Iterable[Any] | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool | str | Path = False,
+    init_from: str | Path | None = None,
+) -> Result:
+    """Train a model as `config` says, in the run folder `out`.
+
+    `config` is a RunConfig, nested settings, or a file of them. `batches`, an iterable of your own, takes the loader's
+    place: each item is a `Batch`, a mapping with `tokens`, `targets` and if need be `doc_ids` and `loss_mask`, or a
+    tensor of L+1 tokens a row. `resume` goes on from the newest good checkpoint of `out`, or from the one named; where
+    there is none yet, the run starts. `init_from` starts with the weights of another model.
+    """
+    return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from)
+
+
+def _layer(config: ConfigLike) -> Mapping[str, Any]:
+    if isinstance(config, RunConfig):
+        return config.to_json()
+    return config if isinstance(config, Mapping) else read_config(Path(config))
+
+
+def train_layers(
+    layers: list[Mapping[str, Any]],
+    batches: Iterable[Any] | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool | str | Path = False,
+    init_from: str | Path | None = None,
+) -> Result:
+    """`train`, with the config as layers of settings that are given, so that a resumed run knows which were not."""
+    if out is None and resume:
+        raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
+    folder = Path(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    layers = [*_stored_layers(folder, resume), *_layers_of_model(init_from), *layers]
+    config = resolve(*layers)  # every mistake is told before anything is made or read
+    if not config.data.path and batches is None:
+        raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
+    choose_dtype(config.train.precision, choose_device(config.parallel.device))
+    with _locked(folder):
+        run = _open(folder, layers, batches, resume, init_from)
+        if run.is_done and run.saved_step == run.progress.step:
+            run.metrics.close()
+            say(f"the run is complete: {run.progress.step} steps")
+            return _result(run)
+        try:
+            loop(run)
+        except StopRequested:
+            say(f"stopped by {run.stopper.signal_name} at step {run.progress.step}; go on with\n"
+                f"  mambakit train --resume --out {folder}")  # fmt: skip
+    return _result(run)
+
+
+def _result(run: Run) -> Result:
+    return Result(
+        run.folder, run.progress.step, run.total_steps, run.progress.best_loss,
+        None if run.is_done else run.stopper.signal_name,
+    )  # fmt: skip
+
+
+def _stored_layers(folder: Path, resume: bool | str | Path) -> list[Mapping[str, Any]]:
+    """The settings of the run as it was, under those given now."""
+    exists = (folder / "config.json").exists() or native.checkpoints(folder)
+    if exists and not resume:
+        raise UserError(f"the run {folder} exists; go on with it by --resume, or choose another --out")
+    if not isinstance(resume, bool):
+        return [native.read_state(Path(resume)).config]
+    return [read_config(folder / "config.json")] if (folder / "config.json").exists() else []
+
+
+def _layers_of_model(init_from: str | Path | None) -> list[Mapping[str, Any]]:
+    """The settings that come with the weights to start from: the model's own, and its tokenizer for text."""
+    if init_from is None:
+        return []
+    source = native.find(Path(init_from))
+    model = load(source).model.config.model_dump()
+    tokenizer = source / TOKENIZER
+    return [{"model": model} | ({"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {})]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the run; a folder made for it goes again if nothing came of it."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock(folder / "lock"):
+            yield
+    except LockedError as error:
+        raise UserError(
+            f"the run {folder} is being trained by another process ({error}); wait for it, or stop it"
+        ) from None
+    finally:
+        if is_new and {path.name for path in folder.iterdir()} <= {"lock"}:
+            shutil.rmtree(folder)
+
+
+def _open(
+    folder: Path,
+    layers: list[Mapping[str, Any]],
+    batches: Iterable[Any] | None,
+    resume: bool | str | Path,
+    init_from: str | Path | None,
+) -> Run:
+    checkpoint = _find_checkpoint(folder, resume)
+    state = native.read_state(checkpoint) if checkpoint else None
+    data = _open_data(resolve(*layers)) if resolve(*layers).data.path else None
+    config = resolve(*layers, vocab_size=read_index(data).vocab_size if data else None)
+    device = choose_device(config.parallel.device)
+    dtype = choose_dtype(config.train.precision, device)
+    if config.parallel.threads:
+        torch.set_num_threads(config.parallel.threads)
+    keep_freed_memory()
+
+    tokenizer = Tokenizer.from_file(str(data / TOKENIZER)) if data else None
+    _check_vocabulary(config, data)
+    model = _build_model(config, checkpoint, init_from, tokenizer).to(device).train()
+    optimizer = make_optimizer(model, config.optim, device)
+    progress = Progress()
+    if state:
+        load_optimizer_tensors(model, optimizer, dict(state.optimizer))
+        progress = _progress(state)
+    if not native.checkpoints(folder):
+        _check_space(folder, model, config)
+
+    train_data = TokenStream(data, "train") if data and batches is None else None
+    val_data = TokenStream(data, "val") if data else None
+    loader = Loader(train_data, config.data, config.batch_rows, next_row=progress.next_row) if train_data else None
+    total_steps = _total_steps(config, loader)
+    _check_same_data(state, loader, checkpoint)
+    run = Run(
+        folder=folder,
+        config=config,
+        device=device,
+        dtype=dtype,
+        model=model,
+        forward=torch.compile(model) if config.train.compile else model,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        batches=iter(loader) if loader else _own_batches(batches or (), progress.step),
+        fingerprint=loader.fingerprint if loader else None,
+        train_data=train_data,
+        val_data=val_data,
+        val_ranges=document_ranges(val_data, config.train.eval_tokens) if val_data else [],
+        tokenizer=tokenizer,
+        end_tokens=(read_index(data).end_token,) if data else (),
+        total_steps=total_steps,
+        matmul_flops=matmul_flops(device, dtype),
+        metrics=MetricsFile(folder / "metrics.jsonl", state.values["metrics_bytes"] if state else 0),
+        display=Display(total_steps, progress.step, config.track.log_every),
+        stopper=Stopper(),
+        progress=progress,
+        carried=_carried(state, device) if state else None,
+        saved_step=progress.step if checkpoint and checkpoint.parent.parent == folder else 0,
+    )
+    replace_json(folder / "config.json", config.to_json())
+    _introduce(run, checkpoint, state)
+    if state:
+        run.scaler.load_state_dict(state.values["scaler"])
+        native.restore_random_states(state.tensors, device)
+    return run
+
+
+def _find_checkpoint(folder: Path, resume: bool | str | Path) -> Path | None:
+    """The checkpoint to go on from. Newer ones, bad or not, are moved out of the way of those to come."""
+    native.remove_abandoned(folder)
+    if not resume:
+        return None
+    if isinstance(resume, bool):
+        chosen, bad = native.newest_good(folder)
+        for path, problems in bad.items():
+            say(f"{path.name} is damaged: {'; '.join(problems)}")
+        if bad:
+            say(f"going on from {chosen.name} instead" if chosen else "there is no other checkpoint; starting anew")
+    else:
+        chosen = folder / "checkpoints" / Path(resume).name
+        if not chosen.exists() or not chosen.samefile(resume):
+            chosen = Path(resume)
+        if problems := list(native.verify(chosen)):
+            raise CheckpointError(f"{chosen} is damaged: {'; '.join(problems)}")
+    last = native.step_of(chosen) if chosen else -1
+    newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
+    if place := native.set_aside(folder, newer):
+        say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
+        if (folder / "metrics.jsonl").exists():
+            shutil.copy2(folder / "metrics.jsonl", place)
+    return chosen
+
+
+def _open_data(config: RunConfig) -> Path:
+    """The folder of shards to train on, prepared now where text was named."""
+    paths = [Path(path) for path in config.data.path]
+    if any(is_shards(path) for path in paths):
+        if len(paths) > 1:
+            raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
+        return paths[0]
+    return prepare_once(config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction)
+
+
+def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
+    needed = read_index(data).vocab_size if data else 0
+    if config.model.vocab_size < needed:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of {data} has {needed} ids; "
+            "leave it out, and it is taken from the data"
+        )
+
+
+def _build_model(
+    config: RunConfig, checkpoint: Path | None, init_from: str | Path | None, tokenizer: Tokenizer | None
+) -> MambaLM:
+    torch.manual_seed(config.train.seed)
+    model = MambaLM(config.model)
+    source = checkpoint or (native.find(Path(init_from)) if init_from is not None else None)
+    if source is None:
+        return model
+    loaded = huggingface.read(source, torch.float32) if checkpoint else load(source, dtype=torch.float32).model
+    mine, theirs = config.model.model_dump(), loaded.config.model_dump()
+    different = [
+        f"{name} is {theirs[name]} there and {value} in the config"
+        for name, value in mine.items()
+        if theirs[name] != value and name not in FREE_MODEL_SETTINGS
+    ]
+    if different:
+        raise CheckpointError(f"{source} holds another model: {'; '.join(different)}")
+    theirs_file = source / TOKENIZER
+    ours = tokenizer.to_str() if tokenizer is not None and theirs_file.is_file() else None
+    if ours is not None and not same_tokenizer(theirs_file.read_text(encoding="utf-8"), ours):
+        raise CheckpointError(
+            f"the data was made with another tokenizer than the model in {source}; "
+            f"prepare it with --tokenizer {theirs_file}"
+        )
+    model.load_state_dict(loaded.state_dict())
+    return model
+
+
+def _progress(state: TrainState) -> Progress:
+    names = {field.name for field in dataclasses.fields(Progress)}
+    return Progress(**{name: value for name, value in state.values.items() if name in names})
+
+
+def _check_same_data(state: TrainState | None, loader: Loader | None, checkpoint: Path | None) -> None:
+    before = state.values.get("fingerprint") if state else None
+    if before is not None and loader is not None and before != loader.fingerprint:
+        raise CheckpointError(
+            f"the rows of {checkpoint} came from other data, or in another order: the shards, data.sequence_length, "
+            "data.seed or data.carry_state changed since; put them back, or start a new run with --init-from"
+        )
+
+
+def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
+    """A disk that is too small is told now, and not after hours."""
+    size, free = native.estimated_bytes(model), shutil.disk_usage(folder).free
+    if free < size:
+        raise UserError(
+            f"a checkpoint takes about {size / 1e9:.2f} GB, but the disk of {folder} has {free / 1e9:.2f} GB free; "
+            "make space, or choose another --out"
+        )
+    kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+    if free < kept * size:
+        say(f"the disk has {free / 1e9:.2f} GB free; {kept} checkpoints of {size / 1e9:.2f} GB may not fit")
+
+
+def _total_steps(config: RunConfig, loader: Loader | None) -> int:
+    if config.train.steps is not None:
+        return config.train.steps
+    if config.train.tokens is not None:
+        return -(-config.train.tokens // config.train.batch_tokens)
+    if loader is None:
+        raise ConfigError("train.epochs needs data of known length; with batches of your own, set train.steps")
+    assert config.train.epochs is not None
+    return max(1, math.ceil(config.train.epochs * loader.epoch_rows / config.batch_rows))
+
+
+def _own_batches(batches: Iterable[Any], skip: int) -> Iterator[Batch]:
+    """A person's own batches; those that a resumed run has seen are passed over."""
+    for number, value in enumerate(batches):
+        if number >= skip:
+            yield as_batch(value)
+    raise UserError("the batches ended before the run did; give more, or lower train.steps")
+
+
+def as_batch(value: Any) -> Batch:
+    """A batch of one's own: `Batch`, a mapping of tensors, or (B, L+1) tokens."""
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Tensor):
+        value = {"tokens": value[:, :-1], "targets": value[:, 1:]}
+    tokens = value["tokens"]
+    return Batch(
+        tokens,
+        value["targets"],
+        value.get("doc_ids", torch.zeros(tokens.shape, dtype=torch.int32)),
+        value.get("loss_mask", torch.ones(tokens.shape, dtype=torch.bool)).to(torch.bool),
+        value.get("carries", torch.zeros(tokens.shape[0], dtype=torch.bool)),
+    )
+
+
+def _carried(state: TrainState, device: torch.device) -> State | None:
+    layers: list[LayerState] = []
+    while f"carried/{len(layers)}/conv" in state.tensors:
+        prefix = f"carried/{len(layers)}"
+        layers.append(LayerState(state.tensors[f"{prefix}/conv"].to(device), state.tensors[f"{prefix}/ssm"].to(device)))
+    return State(tuple(layers)) if layers else None
+
+
+def _introduce(run: Run, checkpoint: Path | None, state: TrainState | None) -> None:
+    """What this run is, before it begins."""
+    say(write_yaml(run.config).rstrip())
+    for line in describe_groups(run.model, run.config.optim):
+        say(line)
+    if run.train_data:
+        counts = run.train_data.counts
+        say(f"data: {counts.tokens:,} tokens in {counts.documents:,} documents to train on, "
+            f"{run.val_data.counts.tokens if run.val_data else 0:,} tokens held out")  # fmt: skip
+    say(
+        f"{run.config.model.kind} with {run.config.model.num_parameters():,} parameters on {run.device}, "
+        f"{str(run.dtype).removeprefix('torch.')}; {run.total_steps:,} steps of {run.config.batch_rows} rows x "
+        f"{run.config.data.sequence_length} tokens, {run.config.micro_batch_rows} rows at once"
+    )
+    if checkpoint and state:
+        for line in resolve(state.config).differences(run.config):
+            say(f"changed since the checkpoint: {line}")
+        say(f"going on from {checkpoint} at step {run.progress.step}")

@@ -1,0 +1,49 @@
+"""Whether a shard folder, a checkpoint or a run is what was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from .files import UserError
+
+
+def verify(path: Path) -> Iterator[str]:
+    """Everything that is wrong with what lies at `path`, a line each."""
+    from .data import shards
+
+    if shards.is_shards(path):
+        yield from shards.verify(path)
+        return
+    from .checkpoint import native
+
+    if native.is_checkpoint(path):
+        yield from native.verify(path)
+    elif (path / "checkpoints").is_dir():
+        for folder in native.checkpoints(path):
+            yield from native.verify(folder)
+        yield from _verify_metrics(path / "metrics.jsonl")
+    else:
+        raise UserError(f"{path} is no shard folder, checkpoint or run: it has no index.json, manifest.json or checkpoints")
+
+
+def _verify_metrics(path: Path) -> Iterator[str]:
+    """Each line is JSON, and each step is there once."""
+    if not path.is_file():
+        yield f"{path} is missing"
+        return
+    steps: set[int] = set()
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                yield f"{path}: line {number} is no JSON"
+                continue
+            if record.get("type") == "train":
+                if record["step"] in steps:
+                    yield f"{path}: step {record['step']} is there twice"
+                steps.add(record["step"])
+    if steps and steps != set(range(1, max(steps) + 1)):
+        yield f"{path}: of {max(steps)} steps, {max(steps) - len(steps)} are missing"

@@ -1,0 +1,475 @@
+"""A report is one page that stands alone, shows every run, and takes whatever a run folder holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from mambakit import report
+from mambakit.report import DRAWN_POINTS, Curve, RunRecord, read_run, render, smooth, thin, write_report
+
+HOSTILE = "</pre><script>alert(1)</script><img src=\"x\" onerror='alert(2)'>&amp;"
+CONFIG = {"model": {"kind": "mamba2", "d_model": 64}, "optim": {"lr": 3e-4, "betas": [0.9, 0.95]}}
+ALL_PLOTS = {"loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "memory_bytes"}
+
+
+def _train(step: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "type": "train", "step": step, "loss": 2 + 6 / step, "bits_per_byte": 1 + 2 / step, "lr": 3e-4, "grad_norm": 1.2,
+        "tokens": 4096 * step, "tokens_per_second": 4300.0, "mfu": 0.31, "memory_bytes": 3 * 2**29, "epoch": 0.01 * step,
+    }  # fmt: skip
+    return {**record, **changes}
+
+
+def _eval(step: int, loss: float) -> dict[str, Any]:
+    return {"type": "eval", "step": step, "loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / 2}
+
+
+def _sample(step: int, prompt: str, text: str) -> dict[str, Any]:
+    return {"type": "sample", "step": step, "prompt": prompt, "text": text}
+
+
+def _write(
+    folder: Path,
+    records: Iterable[dict[str, Any]],
+    *,
+    config: Any = CONFIG,
+    end: str = "",
+    evaluations: Iterable[Any] = (),
+) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + end)
+    if evaluations:
+        (folder / "evaluations.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evaluations))
+    return folder
+
+
+class Page(HTMLParser):
+    """A page taken apart. Fails where an element is not closed in its turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.source = text
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}  # by the element they stand in
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        for tag in set(self.open):
+            self.texts[tag][-1] += data
+
+    @property
+    def plots(self) -> dict[str, ElementTree.Element]:
+        """The drawing of each plot; parsing fails unless it is well-formed XML."""
+        found = re.findall(r'<figure id="plot-(\w+)">.*?(<svg.*</svg>)', self.source)
+        return {key: ElementTree.fromstring(drawing) for key, drawing in found}
+
+    @property
+    def data(self) -> dict[str, Any]:
+        text = re.findall(r'<script type="application/json" id="data">(.*?)</script>', self.source)[0]
+        value: dict[str, Any] = json.loads(text)
+        return value
+
+    def row(self, label: str) -> list[str]:
+        """The cells of the first table row that begins with a label."""
+        row = re.findall(rf'<th scope="row">{re.escape(label)}</th>(.*?)</tr>', self.source)[0]
+        return [re.sub("<.*?>", "", cell) for cell in re.findall("<td>(.*?)</td>", row)]
+
+
+def _page(*folders: Path) -> Page:
+    return Page(render([read_run(folder) for folder in folders]))
+
+
+def _paths(drawing: ElementTree.Element, *classes: str) -> list[str]:
+    return [path.get("d", "") for path in drawing.iter("path") if set(classes) <= set(path.get("class", "").split())]
+
+
+def _points(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+),([-\d.]+)", path)]
+
+
+def test_a_page_shows_every_plot_number_sample_and_setting_of_a_run(tmp_path: Path) -> None:
+    records = [_train(step) for step in range(1, 301)]
+    records += [_eval(100, 2.5), _eval(200, 2.25), _eval(300, 2.375), _sample(300, "def ", "def f(x):\n    return x\n")]
+    results = [
+        {"model": "step 300", "loss": 2.25, "tokens": 1234567, "window": None},
+        {"model": "gzip -9", "bits_per_byte": 2.125},
+    ]
+    evaluation = {
+        "time": "2026-11-15T10:00:00Z",
+        "checkpoint": "step_00000300",
+        "data": "text",
+        "split": "val",
+        "results": results,
+    }
+    page = _page(_write(tmp_path / "small", records, evaluations=[evaluation]))
+    assert page.plots.keys() == ALL_PLOTS
+    assert page.texts["h1"] == ["mambakit report: small"]
+    assert page.row("Steps") == ["300"]
+    assert page.row("Tokens") == ["1.23M"]
+    assert page.row("Training loss, mean of the last 20") == [
+        f"{sum(2 + 6 / step for step in range(281, 301)) / 20:.4f}"
+    ]
+    assert page.row("Best validation loss") == ["2.2500 at step 200"]
+    assert page.row("Bits per byte, validation") == ["1.1250 at step 200"]
+    assert page.row("Tokens per second, median") == ["4.30k"]
+    assert page.row("Peak memory") == ["1.50 GiB"]
+    assert set(page.data["plots"]["memory_bytes"][0]["values"]) == {1.5}
+    assert page.texts["pre"] == ["def f(x):\n    return x\n"]
+    assert page.row("step 300") == ["2.2500", "–", "–", "–", "1,234,567", "–", "–", "–"]
+    assert page.row("gzip -9") == ["–", "–", "–", "2.1250", "–", "–", "–", "–"]
+    assert "step_00000300 · text · val · 2026-11-15T10:00:00Z" in page.source
+    assert page.row("d_model") == ["64"]
+    assert page.row("betas") == ["[0.9, 0.95]"]
+
+
+def test_a_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(1), _train(2), _eval(2, 4.0), _sample(2, "a", "b")]))
+    assert "http://" not in page.source and "https://" not in page.source and "@import" not in page.source
+    assert not {"link", "img", "iframe", "object", "use", "image"} & set(page.tags)
+    assert not {"src", "href", "xlink:href"} & {name for name, _ in page.attributes}
+    assert "default-src 'none'" in page.source
+
+
+def test_two_runs_lie_over_each_other_in_their_own_colours(tmp_path: Path) -> None:
+    first = _write(tmp_path / "slow", [*map(_train, range(1, 201)), _eval(100, 3.0), _eval(200, 2.5)])
+    faster = {"model": CONFIG["model"], "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "clip": 1.0}}
+    second = _write(tmp_path / "fast", [_train(step, loss=1 + 6 / step) for step in range(1, 201)], config=faster)
+    page = _page(first, second)
+    for key, drawing in page.plots.items():
+        assert len(_paths(drawing, "line", "c0")) == len(_paths(drawing, "line", "c1")) == 1, key
+    assert len(_paths(page.plots["loss"], "validation", "c0")) == 1
+    assert not _paths(page.plots["loss"], "validation", "c1")
+    assert len([c for c in page.plots["loss"].iter("circle") if "c0" in c.get("class", "")]) == 2
+    slow, fast = (_points(_paths(page.plots["loss"], "line", color)[0])[-1] for color in ("c0", "c1"))
+    assert slow[0] == fast[0] and slow[1] < fast[1]  # y grows downwards
+    assert [series["name"] for series in page.data["plots"]["loss"]] == [
+        "slow training",
+        "fast training",
+        "slow validation",
+    ]
+    assert re.findall(r'<p class="legend">(.*?)</p>', page.source)[0].count('class="key"') == 2
+    assert page.row("≠ lr") == ["0.0003", "0.001"]
+    assert page.row("≠ clip") == ["–", "1.0"]
+    assert page.row("d_model") == ["64", "64"]
+    assert page.source.count('<tr class="differs">') == 2
+
+
+def test_a_single_run_has_no_legend_and_no_marks(tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(1)]))
+    assert '<p class="legend">' not in page.source and "≠" not in page.source
+
+
+def test_many_runs_stay_apart_by_dashes_when_colours_repeat(tmp_path: Path) -> None:
+    folders = [_write(tmp_path / f"run{i}", [_train(1), _train(2)]) for i in range(report.COLORS + 1)]
+    drawing = _page(*folders).plots["lr"]
+    assert len(_paths(drawing, "c0")) == 2
+    assert len(_paths(drawing, "c0", "dashed")) == 1
+
+
+def test_hostile_text_shows_as_text_wherever_it_stands(tmp_path: Path) -> None:
+    evaluation = {"checkpoint": HOSTILE, "data": HOSTILE, "results": [{"model": HOSTILE, "loss": HOSTILE}]}
+    config = {HOSTILE: {HOSTILE: HOSTILE}, "model": HOSTILE}
+    folder = _write(
+        tmp_path / "run", [_train(1), _sample(1, HOSTILE, HOSTILE)], config=config, evaluations=[evaluation]
+    )
+    run = read_run(folder)
+    hostile = RunRecord(HOSTILE, run.config, run.train, run.evals, run.samples, run.evaluations, unreadable_lines=1)
+    page = Page(render([hostile, hostile]))
+    assert page.tags.count("script") == 2 and "img" not in page.tags
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert page.texts["pre"] == [HOSTILE] * 2
+    assert page.texts["title"] == [f"mambakit report: {HOSTILE}, {HOSTILE}"]
+    assert "alert(1)" not in page.texts["script"][1]
+    assert "<" not in page.texts["script"][0]
+    assert page.data["plots"]["loss"][0]["name"] == HOSTILE
+    assert page.plots.keys() == ALL_PLOTS
+
+
+def test_a_sample_keeps_its_first_newline_and_says_its_prompt_once(tmp_path: Path) -> None:
+    page = _page(
+        _write(tmp_path / "run", [_train(1), _sample(1, "", "\na"), _sample(1, "b", "bc"), _sample(1, "d", "e")])
+    )
+    assert page.texts["pre"] == ["\na", "bc", "de"]
+    assert "<pre><b></b>\na</pre>" in page.source  # a newline right after <pre> would be dropped
+    assert "<pre><b>b</b>c</pre>" in page.source
+
+
+def test_characters_that_a_page_cannot_hold_are_replaced(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", [_train(1), _sample(1, "a\x00", "\x1b[0m\ttab \ud800 end")])
+    write_report([folder], tmp_path / "report.html")
+    assert "a\ufffd</b>\ufffd[0m\ttab ? end</pre>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_earlier_samples_are_folded_away(tmp_path: Path) -> None:
+    records = [_train(1), _sample(1, "", "old"), _train(2), _sample(2, "", "new"), _sample(2, "", "newer")]
+    page = _page(_write(tmp_path / "run", records))
+    assert page.texts["pre"] == ["new", "newer", "old"]
+    assert page.texts["details"][0].startswith("Earlier samples (1)") and "new" not in page.texts["details"][0]
+
+
+@pytest.mark.parametrize("end", ['{"type":"tra', '{"type":"tra\n', '{"type":"train","step":4} \xff', "17", "{}garbage"])
+def test_a_half_written_last_line_is_ignored(end: str, tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", [_train(1), _train(2)])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(end.encode("latin-1"))
+    run = read_run(folder)
+    assert list(run.train["step"]) == [1, 2]
+    assert run.unreadable_lines == 0
+
+
+def test_a_broken_line_in_the_middle_is_left_out_and_told(tmp_path: Path) -> None:
+    folder = _write(
+        tmp_path / "run", [_train(1)], end=f'{{"type":"train","st\n{json.dumps(_train(2))}\n{{"type":"eval"}}\n'
+    )
+    run = read_run(folder)
+    assert list(run.train["step"]) == [1, 2]
+    assert run.unreadable_lines == 2
+    assert "cannot be read: 2 lines" in render([run])
+
+
+def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
+    first = [_train(1), _train(2), _eval(2, 5.0), _train(3), _train(4), _eval(4, 1.0), _sample(4, "", "lost")]
+    run = read_run(_write(tmp_path / "run", [*first, _train(3, loss=7.0)]))
+    assert list(run.train["step"]) == [1, 2, 3]
+    assert run.train["loss"][2] == 7.0
+    assert list(run.evals["step"]) == [2] and not run.samples
+    run = read_run(_write(tmp_path / "evaluated again", [*first, _eval(4, 1.5)]))
+    assert list(run.evals["step"]) == [2, 4] and list(run.evals["loss"]) == [5.0, 1.5]
+
+
+def test_an_evaluation_written_before_its_step_stays(tmp_path: Path) -> None:
+    run = read_run(_write(tmp_path / "run", [_eval(0, 9.0), _train(1), _eval(2, 5.0), _train(2), _train(3)]))
+    assert list(run.evals["step"]) == [0, 2]
+
+
+def test_what_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
+    bad = [None, math.nan, math.inf, "high", True, 10**400]
+    records = [_train(step) for step in (1, 2, 3)]
+    records += [_train(4 + i, loss=value, lr=value, memory_bytes=value) for i, value in enumerate(bad)]
+    records += [_train(step) for step in (11, 12)] + [_train(13, loss=None), _train(14), _train(15, loss=None)]
+    page = _page(_write(tmp_path / "run", records))
+    (path,) = _paths(page.plots["loss"], "line")
+    assert [len(_points(piece)) for piece in path.split("M")[1:]] == [3, 2, 1]
+    assert len(list(page.plots["loss"].iter("circle"))) == 1  # the point that stands alone
+    assert len(page.data["plots"]["loss"][0]["steps"]) == 6
+    assert "no finite number at 8 of 14 steps, first at step 4" in page.source
+    assert not re.search(r"\bnan\b", page.source, re.I)
+
+
+def test_a_run_of_one_step_is_a_dot(tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(1)]))
+    assert page.plots.keys() == ALL_PLOTS
+    for drawing in page.plots.values():
+        (dot,) = drawing.iter("circle")
+        assert 0 < float(dot.get("cx", "")) <= report.Frame.WIDTH
+        assert 0 < float(dot.get("cy", "")) < report.Frame.HEIGHT
+
+
+@pytest.mark.parametrize("records", [[], [_eval(0, 9.0)], [_train(1, loss=None, lr=None, memory_bytes=None)]])
+def test_a_run_with_little_recorded_still_renders(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", records, config={}))
+    assert "Nothing is recorded yet." in page.source
+    assert ("no step is recorded yet" in page.source) == (not records or records[0]["type"] == "eval")
+
+
+def test_bits_per_byte_has_no_plot_when_it_is_not_known(tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(1, bits_per_byte=None), _train(2, bits_per_byte=None)]))
+    assert page.plots.keys() == ALL_PLOTS - {"bits_per_byte"} and "plot-bits_per_byte" not in page.source
+    assert page.row("Bits per byte, validation") == ["–"]
+
+
+def _curve(values: Iterable[float]) -> Curve:
+    column = array("d", values)
+    return Curve(0, range(1, len(column) + 1), column)
+
+
+def test_thinning_keeps_spikes_gaps_and_order() -> None:
+    values = [2 + 0.1 * math.sin(i) for i in range(123_457)]
+    values[54_321], values[98_765] = 40.0, -3.0
+    values[20_000:21_000] = [math.nan] * 1000
+    thinned = thin(_curve(values))
+    assert len(thinned.steps) <= DRAWN_POINTS
+    points = dict(zip(thinned.steps, thinned.values, strict=True))
+    assert points[54_322] == 40.0 and points[98_766] == -3.0
+    assert any(math.isnan(value) for value in thinned.values)
+    assert list(thinned.steps) == sorted(points)
+    assert thinned.steps[0] < 250 and thinned.steps[-1] > 123_457 - 250
+
+
+def test_a_short_curve_is_not_thinned() -> None:
+    curve = _curve(float(i % 7) for i in range(DRAWN_POINTS))
+    assert thin(curve) == curve
+
+
+def test_every_curve_of_a_long_run_is_thinned(tmp_path: Path) -> None:
+    spike = 4567
+    page = _page(
+        _write(
+            tmp_path / "run",
+            [_train(step, grad_norm=9.0 if step == spike else 1.0 + step % 3) for step in range(1, 8001)],
+        )
+    )
+    for key, drawing in page.plots.items():
+        assert all(len(_points(path)) <= DRAWN_POINTS for path in _paths(drawing, "run")), key
+        assert all(len(series["steps"]) <= DRAWN_POINTS for series in page.data["plots"][key]), key
+    (norms,) = page.data["plots"]["grad_norm"]
+    assert dict(zip(norms["steps"], norms["values"], strict=True))[spike] == 9.0
+
+
+def test_smoothing_follows_the_curve_and_not_its_spikes() -> None:
+    values = [5.0 + (i % 2) * 0.2 for i in range(1000)]
+    values[499] = values[500] = 1000.0
+    smoothed = smooth(_curve(values))
+    assert all(5.0 <= value <= 5.2 for value in smoothed.values)
+    assert (smoothed.steps[0], smoothed.steps[-1]) == (1, 1000)
+    line = smooth(_curve(float(i) for i in range(1000)))
+    assert line.values[0] == 0 and line.values[200] == pytest.approx(line.steps[200] - 1)  # no lag
+
+
+def test_smoothing_does_not_bridge_a_gap() -> None:
+    smoothed = smooth(_curve(math.nan if 400 <= i < 420 else 1.0 for i in range(1000)))
+    assert all(
+        math.isnan(value) == (400 < step <= 420) for step, value in zip(smoothed.steps, smoothed.values, strict=True)
+    )
+
+
+def test_first_steps_and_spikes_do_not_flatten_the_loss(tmp_path: Path) -> None:
+    def loss(step: int) -> float:
+        return 500.0 if step in (1, 2, 1500) else 3 + 1 / step
+
+    page = _page(_write(tmp_path / "run", [_train(step, loss=loss(step)) for step in range(1, 3001)]))
+    (bold,) = _paths(page.plots["loss"], "line")
+    late = [y for x, y in _points(bold) if x > 20]
+    assert max(late) - min(late) > 0.1 * report.Frame.HEIGHT
+    assert "The axis is cut: the highest value is 500, at step 1,500." in page.source
+
+
+def test_validation_far_above_training_is_not_cut_off(tmp_path: Path) -> None:
+    records = [_train(step, loss=1.0 + 0.01 * (step % 5)) for step in range(1, 201)]
+    page = _page(_write(tmp_path / "run", [*records, _eval(100, 3.0), _eval(200, 6.0)]))
+    dots = [float(dot.get("cy", "")) for dot in page.plots["loss"].iter("circle")]
+    assert len(dots) == 2 and all(0 < y < report.Frame.HEIGHT for y in dots)
+    assert "The axis is cut" not in page.source
+
+
+def test_dots_of_many_evaluations_do_not_run_together(tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(1), _train(2), *(_eval(step, 3.0) for step in range(1, 302))]))
+    dots = [float(dot.get("cx", "")) for dot in page.plots["loss"].iter("circle")]
+    assert 25 <= len(dots) <= report.MOST_DOTS
+    (path,) = _paths(page.plots["loss"], "validation")
+    assert len(_points(path)) == 301 and max(dots) == _points(path)[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 3045, ["0", "500", "1000", "1500", "2000", "2500", "3000"]),
+        (0, 152_000, ["0", "50k", "100k", "150k"]),
+        (0, 3.1e-4, ["0", "0.5e-4", "1.0e-4", "1.5e-4", "2.0e-4", "2.5e-4", "3.0e-4"]),
+        (0, 2.5e9, ["0", "0.5G", "1.0G", "1.5G", "2.0G", "2.5G"]),
+        (1.93, 3.02, ["2.0", "2.2", "2.4", "2.6", "2.8", "3.0"]),
+        (-1, 1, ["-1.0", "-0.5", "0", "0.5", "1.0"]),
+        (0, 1.015, ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, labels: list[str]) -> None:
+    assert [label for _, label in report._ticks(low, high)] == labels
+
+
+def test_steps_are_counted_in_whole_numbers() -> None:
+    assert [label for _, label in report._ticks(0, 1.015, least=1)] == ["0", "1"]
+    assert [label for _, label in report._ticks(0, 3.045, least=1)] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-300, 3.0, -2.0, 1e99])
+def test_a_constant_curve_has_an_axis(value: float, tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(step, loss=value, lr=value) for step in range(1, 31)]))
+    for key in ("loss", "lr"):
+        (path,) = _paths(page.plots[key], "line")
+        assert all(0 <= y <= report.Frame.HEIGHT for _, y in _points(path))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "metrics.jsonl"])
+def test_a_folder_that_is_no_run_is_refused(missing: str, tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", [_train(1)])
+    (folder / missing).unlink()
+    with pytest.raises(
+        ValueError, match=rf"run holds no {re.escape(missing)}; give a run folder, as made by mambakit train"
+    ):
+        read_run(folder)
+
+
+def test_wrong_arguments_are_refused_with_advice(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", [_train(1)])
+    with pytest.raises(ValueError, match="nothing is not a folder; give a run folder"):
+        read_run(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no run folder was given; name at least one"):
+        write_report([], tmp_path / "report.html")
+    with pytest.raises(ValueError, match="run is a folder; name a file for the report, such as .*report.html"):
+        write_report([folder], folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        read_run(folder)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    folders = [_write(tmp_path / parent / "run", [_train(1)]) for parent in ("a", "b")]
+    write_report(folders, tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.texts["h1"] == [f"mambakit report: {folders[0]}, {folders[1]}"]
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = _write(tmp_path / "run", [_train(1)]), tmp_path / "new" / "report.html"
+    write_report([folder], out)
+    before = out.read_bytes()
+    assert before.startswith(b"<!doctype html>") and before.endswith(b"</html>\n")
+
+    def fail(source: Path, target: Path) -> None:
+        assert Path(source).read_bytes().endswith(b"</html>\n") and target == out
+        raise OSError("disk full")
+
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(_train(2)) + "\n")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report([folder], out)
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
+    assert out.read_bytes() == before
+
+
+def test_reports_need_no_torch() -> None:
+    code = "import sys, mambakit.report; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
