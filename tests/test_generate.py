@@ -271,6 +271,14 @@ def test_characters_of_several_tokens_come_whole(reciter: LoadedModel) -> None:
     assert [piece for piece in pieces if piece not in tokens] == [" 🐭", "🐁", "ö", " 🧀", "è"]
 
 
+def test_pieces_of_a_prompt_remember_each_other(reciter: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both prompts end in the token "en": what comes next hangs on what was read before."""
+    monkeypatch.setattr("mambakit.generate.PREFILL_TOKENS", 1)
+    begins = ["Drei naïve Mäuse 🐭🐁 mögen", "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien"]
+    texts = reciter.generate([f"<|endoftext|>{begin}" for begin in begins], temperature=0)
+    assert texts == [SENTENCE.removeprefix(begin) for begin in begins]
+
+
 def test_prompts_of_different_lengths_go_on_together(reciter: LoadedModel, step_sizes: list[int]) -> None:
     begins = ["Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said", "", "Drei", "Drei naïve Mäuse 🐭"]
     rows = _recite(reciter, *(f"<|endoftext|>{begin}" for begin in begins))
@@ -289,6 +297,7 @@ def test_prompts_of_different_lengths_go_on_together(reciter: LoadedModel, step_
         (["naïve", "aï"], "Drei n"),  # the first that is complete, also when both come in one token
         ([" naï", "aï"], "Drei"),  # complete at once: the longer
         (["Mäuse 🐭🐁 mag", "🐁"], "Drei naïve Mäuse 🐭"),  # inside what might have become another
+        (["said the", "d cat"], "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, "),  # both begin: the longer is held
         (["zebra", "cat.\n"], SENTENCE),  # what begins at the end is text after all
     ],
     ids=str,
@@ -326,8 +335,9 @@ def test_a_held_tail_comes_when_its_row_ends(reciter: LoadedModel) -> None:
 
 
 def test_special_tokens_are_not_shown(reciter: LoadedModel) -> None:
-    (pieces,) = _recite(reciter, "", stop=(), max_new_tokens=len(reciter.tokenizer.encode(SENTENCE)) + 1)
-    assert "".join(pieces) == SENTENCE
+    text = reciter.generate("", temperature=0, stop=(), max_new_tokens=100)  # past the end token
+    assert text.startswith(SENTENCE) and len(text) > len(SENTENCE)
+    assert "endoftext" not in text
 
 
 def test_a_loaded_model_gives_text_for_text(reciter: LoadedModel) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 LARGEST_JSON = 64 * 2**20
 BLOCK = 2**20
+STARTING_SECONDS = 3600  # a folder without a lock is about to be locked or renamed; older, it was abandoned
 
 
 class UserError(ValueError):
@@ -77,28 +80,45 @@ def sync(path: Path) -> None:
 @contextlib.contextmanager
 def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Path]:
     """A folder to write in, which takes the name `target` only once all of it is on disk."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise error(f"{target} exists and is not empty; choose another place, or remove it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(target)
-    beside = Path(tempfile.mkdtemp(prefix=_partial(target), dir=target.parent))
+    _check_free(target, error)
+    target = Path(os.path.realpath(target))  # a link to an empty folder, and ".", mean the folder itself
+    made = [folder for folder in target.parents if not folder.exists()]
+    beside: Path | None = None
     try:
-        with lock(beside / ".lock"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target)
+        beside = Path(tempfile.mkdtemp(prefix=_partial(target), dir=target.parent))
+        with contextlib.ExitStack() as held:
+            held.enter_context(lock(beside / ".lock"))
             yield beside
-        (beside / ".lock").unlink()
-        for path in sorted(beside.rglob("*")):
-            sync(path)
-        sync(beside)
-        os.chmod(beside, 0o755)
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
+            for path in sorted(beside.rglob("*")):
+                sync(path)
+            if os.name == "nt":
+                held.close()  # Windows neither removes nor renames what is open
+            (beside / ".lock").unlink()
+            sync(beside)
+            os.chmod(beside, 0o755)
+            _check_free(target, error)  # another process may have been faster
+            if target.exists():
+                target.rmdir()
+            beside.rename(target)
         sync(target.parent)
     except BaseException as problem:
-        shutil.rmtree(beside, ignore_errors=True)
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         if is_full(problem):
             raise NoSpaceError(errno.ENOSPC, f"no space left on the disk of {target.parent}") from None
         raise
+
+
+def _check_free(target: Path, error: type[ValueError]) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise error(f"{target} exists and is not empty; choose another place, or remove it first")
+    if os.path.ismount(target):
+        raise error(f"{target} is a disk of its own, which cannot be replaced; choose a folder in it")
 
 
 def _partial(target: Path) -> str:
@@ -107,9 +127,18 @@ def _partial(target: Path) -> str:
 
 def remove_abandoned(target: Path) -> None:
     """Take away what a killed process left beside `target`: its lock is free, since the kernel released it."""
-    for folder in target.parent.glob(f"{_partial(target)}*"):
-        with contextlib.suppress(LockedError, OSError), lock(folder / ".lock"):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in target.parent.glob(f"{glob.escape(_partial(target))}*"):
+        with contextlib.suppress(UserError, OSError):
+            if _says_who(folder / ".lock"):
+                with lock(folder / ".lock"):
+                    shutil.rmtree(folder, ignore_errors=True)
+            elif time.time() - folder.stat().st_mtime > STARTING_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _says_who(path: Path) -> bool:
+    """Whether a lock was taken by a process and never given back: by one that lives, or was killed."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def is_full(problem: BaseException) -> bool:
@@ -151,6 +180,10 @@ def _try_lock(file: IO[str]) -> bool:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as problem:
+        if problem.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            raise UserError(
+                f"{file.name} cannot be locked: {problem.strerror}; use a disk whose file system has locks"
+            ) from None
         return False
     return True

@@ -31,7 +31,8 @@ def document_ranges(stream: TokenStream, max_tokens: int | None = None) -> list[
         return ranges
     stride = -(-at // max_tokens)
     chosen, left = [], max_tokens
-    for begin, end in ranges[::stride]:
+    spread = (range_ for first in range(stride) for range_ in ranges[first::stride])  # the others, if these are short
+    for begin, end in spread:
         chosen.append((begin, min(end, begin + left)))  # the last may be cut short
         left -= chosen[-1][1] - begin
         if left < 2:
@@ -70,26 +71,26 @@ class _Lane:
         self.last: tuple[Any, bool] | None = None
 
     def fill(self, packed: NDArray[Any], starts: NDArray[np.bool_], is_target: NDArray[np.bool_]) -> bool:
-        """Fill a row as far as there are tokens; False when there was no target left."""
+        """Fill a row as far as there are tokens; False when none was left."""
         at = 0
         if self.last is not None:
             packed[0], starts[0] = self.last
             at, self.last = 1, None
-        any_target = False
+        any_token = False
         while at < len(packed):
             if self.next == self.end:
                 self.first, self.end = next(self.waiting, (self.end, self.end))
                 self.next = self.first
                 if self.next == self.end:
-                    return any_target
+                    return any_token
             part = self.stream.read(self.next, min(self.end, self.next + len(packed) - at))
             here = slice(at, at + len(part))
             since = np.arange(self.next - self.first, self.next - self.first + len(part))
             packed[here] = part
             starts[here] = since % self.window == 0 if self.window else since == 0
             is_target[here] = self.stream.layout.is_target(part) & (since > 0)
-            any_target |= bool(is_target[here].any())
+            any_token = True
             self.next += len(part)
             at += len(part)
         self.last = packed[-1], bool(starts[-1])
-        return any_target
+        return any_token

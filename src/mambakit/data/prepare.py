@@ -5,6 +5,7 @@ What is written depends on the text and the settings alone: not on the number of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -67,8 +68,8 @@ def prepare(
 ) -> Index:
     """Make a folder of shards from files and folders of text; returns its index.
 
-    `tokenizer` is `bytes`, a tokenizer.json, a Hugging Face name, or `train:VOCAB`. The same file always falls on the
-    same side of the split, whatever else is there. `strict` makes a file that cannot be read an error. `layout` is
+    `tokenizer` is `bytes`, a tokenizer.json, a Hugging Face name, or `train:VOCAB`. Where documents are many, the same
+    file always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be read an error. `layout` is
     packed32 for vocabularies up to 65,536 and wide64 beyond, unless named.
     """
     out = Path(out)
@@ -76,7 +77,7 @@ def prepare(
         raise UserError(f"val_fraction={val_fraction}: need a share from 0 up to, but not, 1")
     if layout is not None and layout not in LAYOUTS:
         raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
-    if not sources:
+    if not sources or not all(map(str, sources)):
         raise UserError("no source was given; name at least one file or folder of text")
     check_spec(tokenizer)
     workers = workers or os.cpu_count() or 1
@@ -91,8 +92,12 @@ def prepare(
                 f"{vocab_size(opened)}; use --layout wide64"
             )
         opened.save(str(beside / shards.TOKENIZER))
-        writers = {split: ShardWriter(beside, split, chosen, shard_tokens) for split in SPLITS}
-        counts = _write(read, opened, val_fraction, workers, writers)
+        with contextlib.ExitStack() as stack:
+            writers = {
+                split: stack.enter_context(ShardWriter(beside, split, chosen, shard_tokens)) for split in SPLITS
+            }
+            counts = _write(read, opened, val_fraction, workers, writers)
+            written = {split: writer.close() for split, writer in writers.items()}
         index = Index(
             format="mambakit-shards",
             version=1,
@@ -102,7 +107,7 @@ def prepare(
             vocab_size=vocab_size(opened),
             end_token=end_of(opened),
             counts=counts,
-            shards={split: writer.close() for split, writer in writers.items()},
+            shards=written,
             sources={source.name: _summary(source, val_fraction) for source in read},
         )
         write_json(beside / shards.INDEX, index.model_dump())
@@ -178,11 +183,10 @@ def pieces(source: Source, val_fraction: float) -> Iterator[tuple[Piece, bytes]]
 
 
 def _block_limit(source: Source, val_fraction: float) -> float:
-    """Blocks drawn below this are held out: at least one, where there are two."""
-    draws = sorted(
-        _draw(file.name, number) for file in source.files for number, _ in enumerate(read_lines(file, BLOCK_BYTES))
-    )
-    return max(val_fraction, (draws[0] + draws[1]) / 2) if len(draws) > 1 else 0.0
+    """Blocks drawn below this are held out: at least one, where there are two, and never all."""
+    numbers = ((file.name, number) for file in source.files for number, _ in enumerate(read_lines(file, BLOCK_BYTES)))
+    draws = np.sort(np.fromiter((_draw(*number) for number in numbers), np.float64))
+    return float(min(max(val_fraction, (draws[0] + draws[1]) / 2), draws[-1])) if len(draws) > 1 else 0.0
 
 
 def _pieces_by_block(file: SourceFile, limit: float) -> Iterator[tuple[Piece, bytes]]:
@@ -267,18 +271,24 @@ def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float)
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
     seen = hashlib.sha256(json.dumps([__version__, shards.VERSION, tokenizer, val_fraction]).encode())
-    if Path(tokenizer).is_file():
-        seen.update(Path(tokenizer).read_bytes())
+    for path in (Path(tokenizer), Path(tokenizer, shards.TOKENIZER)):
+        if path.is_file():
+            seen.update(path.read_bytes())
     for source in sources:
         seen.update(os.fsencode(os.path.abspath(source)))
         for entry in list_files(source):
-            stat = entry.path.stat() if entry.path.exists() else None
-            seen.update(repr((str(entry.path), stat and (stat.st_size, stat.st_mtime_ns))).encode(errors="replace"))
+            seen.update(os.fsencode(entry.path))
+            with contextlib.suppress(OSError):  # of a file that cannot be read
+                seen.update(repr((entry.path.stat().st_size, entry.path.stat().st_mtime_ns)).encode())
     folder = cache_folder() / "shards" / seen.hexdigest()[:32]
     if shards.is_shards(folder):
         say(f"the shards of this text are in {folder} already")
     else:
-        prepare(sources, folder, tokenizer=tokenizer, val_fraction=val_fraction)
+        try:
+            prepare(sources, folder, tokenizer=tokenizer, val_fraction=val_fraction)
+        except shards.ShardError:
+            if not shards.is_shards(folder):  # made meanwhile by another process
+                raise
     return folder
 
 

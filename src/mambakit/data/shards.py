@@ -51,7 +51,7 @@ class Layout:
 
     def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool) -> NDArray[Any]:
         """Tokens of one document from `first_position` on. All count as targets but the document's first."""
-        positions = np.minimum(np.arange(first_position, first_position + len(tokens)), self.max_position)
+        positions = np.minimum(np.arange(first_position, first_position + len(tokens), dtype=np.int64), self.max_position)
         packed = tokens | (positions << self.token_bits) | (1 << (self.token_bits + self.position_bits))
         if starts_document and len(packed):
             packed[0] = tokens[0]
@@ -147,7 +147,7 @@ def read_index(folder: Path) -> Index:
 
 
 class ShardWriter:
-    """Writes one split, starting a new file whenever one is full."""
+    """Writes one split, starting a new file whenever one is full. As a context it leaves no file open after an error."""
 
     def __init__(self, folder: Path, split: str, layout: Layout, shard_tokens: int) -> None:
         self.folder, self.split, self.layout, self.shard_tokens = folder, split, layout, shard_tokens
@@ -179,6 +179,12 @@ class ShardWriter:
     def close(self) -> list[Shard]:
         self._finish()
         return self.shards
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
 
 class TokenStream:

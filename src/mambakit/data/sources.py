@@ -57,10 +57,18 @@ def _walk(folder: Path, root: Path) -> Iterator[SourceFile | Skipped]:
         if entry.name.startswith("."):
             continue
         path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
+        try:
+            is_folder, is_file = entry.is_dir(follow_symlinks=False), entry.is_file()
+            leads_nowhere = entry.is_symlink() and not path.exists()
+        except OSError as error:  # a link to itself, or into a folder that is closed to us
+            yield Skipped(path, f"cannot be read: {error.strerror}")
+            continue
+        if is_folder:
             yield from _walk(path, root)
-        elif entry.is_file():  # a link to a file is read; sockets, pipes and dangling links are not
+        elif is_file:  # a link to a file is read; sockets and pipes are not
             yield _entry(path, path.relative_to(root).as_posix())
+        elif leads_nowhere:
+            yield Skipped(path, "a link that leads nowhere")
 
 
 def _entry(path: Path, name: str) -> SourceFile | Skipped:
@@ -73,25 +81,26 @@ def _entry(path: Path, name: str) -> SourceFile | Skipped:
 
 def why_not_text(file: SourceFile) -> str | None:
     """Why a file is not text that can be trained on, or None. Reads all of it, in blocks."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    has_text = False
     try:
         with file.path.open("rb") as stream:
             while block := stream.read(READ_BYTES):
                 if b"\0" in block:
                     return "binary"
-                decoder.decode(block)
+                has_text |= bool(decoder.decode(block))
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return "not UTF-8"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return None
+    return None if has_text else "empty"
 
 
 def read_lines(file: SourceFile, limit: int) -> Iterator[bytes]:
     """The file's bytes in pieces of at most `limit`, cut after a line where one ends, else between two characters.
 
-    A byte-order mark is left out.
+    A byte-order mark is left out. `limit` is more than the 4 bytes that a character may have.
     """
     with file.path.open("rb") as stream:
         rest = stream.read(len(BOM))

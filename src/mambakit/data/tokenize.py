@@ -24,6 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 # What others call the token that ends a text, in the order in which they are looked for.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+LARGEST_VOCABULARY = 2**20  # to learn: the library takes memory for all of it at once, and aborts where there is none
 
 
 class TokenizerError(UserError):
@@ -62,9 +63,9 @@ def check_spec(spec: str) -> None:
 
 def vocabulary_of(spec: str) -> int:
     match = re.fullmatch(r"train:([0-9]{1,9})", spec)
-    if match is None or int(match[1]) < SMALLEST_VOCABULARY:
+    if match is None or not SMALLEST_VOCABULARY <= int(match[1]) <= LARGEST_VOCABULARY:
         raise TokenizerError(
-            f"tokenizer {spec!r}: need train:VOCAB with a vocabulary of at least {SMALLEST_VOCABULARY}"
+            f"tokenizer {spec!r}: need train:VOCAB with a vocabulary from {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}"
         )
     return int(match[1])
 
@@ -157,6 +158,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.encode_special_tokens = True
+        if (end := end_token(tokenizer)) is not None:  # some files have it as a word like any other
+            self.tokenizer.add_special_tokens([AddedToken(tokenizer.id_to_token(end), special=True)])
         self.is_bytes = tokenizer.to_str() == bytes_tokenizer().to_str()
 
     def encode(self, data: bytes) -> Encoded:

@@ -1,0 +1,97 @@
+"""From text to a trained model on this machine: the text is the source code of Python's own standard library.
+
+No download. It runs the commands a person would type, and prints them; run again, it picks up where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+# On two CPU cores about three minutes; on a GPU a larger model for longer.
+CPU = {
+    "model.kind": "mamba2", "model.d-model": 192, "model.num-layers": 4, "model.state-size": 64, "model.head-dim": 32,
+    "data.sequence-length": 512, "train.batch-tokens": 4096, "train.micro-batch-rows": 8, "train.steps": 300,
+    "optim.lr": 6e-3, "optim.min-lr": 1e-4, "optim.warmup-steps": 20,
+    "train.eval-every": 100, "train.eval-tokens": 20000, "track.sample-every": 100, "checkpoint.every": 50,
+}  # fmt: skip
+GPU = CPU | {
+    "model.d-model": 512, "model.num-layers": 12, "model.state-size": 128, "model.head-dim": 64,
+    "data.sequence-length": 1024, "train.batch-tokens": 32768, "train.micro-batch-rows": 32, "train.steps": 1000,
+    "optim.lr": 2e-3, "optim.warmup-steps": 100,
+    "train.eval-every": 250, "train.eval-tokens": 200000, "track.sample-every": 250, "checkpoint.every": 250,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("build/demo"), help="where everything goes")
+    parser.add_argument("--steps", type=int, help="length of the training; chosen for this machine unless set")
+    options = parser.parse_args()
+    corpus, shards, run = (options.folder / name for name in ("corpus", "shards", "run"))
+    settings = GPU if _has_gpu() else CPU
+    if options.steps:
+        settings = settings | {"train.steps": options.steps, "optim.warmup-steps": min(20, options.steps)}
+
+    if not corpus.exists():
+        copy_standard_library(corpus)
+    if not shards.exists():
+        mambakit("prepare", corpus, "--out", shards, "--tokenizer", "train:4096", "--val-fraction", 0.05)
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    mambakit("train", "--data", shards, "--out", run, "--resume", *flags, "--track.sample-prompts", "def ")
+    mambakit("evaluate", run, "--data", shards, "--baseline", "gzip")
+    mambakit("report", run)
+    mambakit("generate", run, "--prompt", "def ", "--temperature", 0.7, "--top-p", 0.95, "--seed", 1)
+    say(f"""
+The model is in {run}, its report in {run / "report.html"}. Try next:
+  {command("generate", run, "--prompt", "class ", "--max-new-tokens", 200, "--stream")}
+  {command("train", "--resume", "--out", run, "--train.steps", 2 * int(settings["train.steps"]))}
+  {command("train", "--data", "FOLDER", "--out", "my-run", "--model", "small", "--train.steps", 2000)}
+  {command("convert", run, "my-model", "--to", "huggingface")}
+  {command("train", "--help")}""")
+    return 0
+
+
+def copy_standard_library(target: Path) -> None:
+    """The modules of the standard library, without its tests and without what was installed beside it."""
+    source = Path(sysconfig.get_path("stdlib"))
+    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+    beside = target.with_name(f"{target.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    for path in sorted(source.rglob("*.py")):
+        inside = path.relative_to(source)
+        if not left_out(str(inside.parent), list(inside.parts)):
+            (beside / inside.parent).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, beside / inside)
+    beside.rename(target)
+
+
+def command(*words: object) -> str:
+    return shlex.join(["mambakit", *map(str, words)])
+
+
+def mambakit(*words: object) -> None:
+    """Run a command, and show it as it would be typed."""
+    say(f"\n$ {command(*words)}")
+    status = subprocess.run([sys.executable, "-m", "mambakit", *map(str, words)]).returncode
+    if status:
+        sys.exit(status)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
