@@ -15,16 +15,16 @@ from pathlib import Path
 
 # On two CPU cores about three minutes; on a GPU a larger model for longer.
 CPU = {
-    "model.kind": "mamba2", "model.d-model": 192, "model.num-layers": 4, "model.state-size": 64, "model.head-dim": 32,
-    "data.sequence-length": 512, "train.batch-tokens": 4096, "train.micro-batch-rows": 8, "train.steps": 300,
-    "optim.lr": 6e-3, "optim.min-lr": 1e-4, "optim.warmup-steps": 20,
-    "train.eval-every": 100, "train.eval-tokens": 20000, "track.sample-every": 100, "checkpoint.every": 50,
+    "model.kind": "mamba1", "model.d-model": 192, "model.num-layers": 4,
+    "data.sequence-length": 512, "train.batch-tokens": 2048, "train.steps": 600,
+    "optim.lr": 5e-3, "optim.min-lr": 1e-4, "optim.warmup-steps": 30,
+    "train.eval-every": 200, "train.eval-tokens": 20000, "track.sample-every": 200, "checkpoint.every": 100,
 }  # fmt: skip
 GPU = CPU | {
-    "model.d-model": 512, "model.num-layers": 12, "model.state-size": 128, "model.head-dim": 64,
-    "data.sequence-length": 1024, "train.batch-tokens": 32768, "train.micro-batch-rows": 32, "train.steps": 1000,
-    "optim.lr": 2e-3, "optim.warmup-steps": 100,
-    "train.eval-every": 250, "train.eval-tokens": 200000, "track.sample-every": 250, "checkpoint.every": 250,
+    "model.kind": "mamba2", "model.d-model": 512, "model.num-layers": 8,
+    "data.sequence-length": 512, "train.batch-tokens": 16384, "train.micro-batch-rows": 8, "train.steps": 1500,
+    "optim.lr": 3e-3, "optim.warmup-steps": 100,
+    "train.eval-every": 250, "train.eval-tokens": 100000, "track.sample-every": 500, "checkpoint.every": 500,
 }  # fmt: skip
 
 
@@ -58,9 +58,9 @@ The model is in {run}, its report in {run / "report.html"}. Try next:
 
 
 def copy_standard_library(target: Path) -> None:
-    """The modules of the standard library, without its tests and without what was installed beside it."""
+    """The modules of the standard library, without its tests, the manual's text, and what was installed beside it."""
     source = Path(sysconfig.get_path("stdlib"))
-    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data")
     beside = target.with_name(f"{target.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     for path in sorted(source.rglob("*.py")):

@@ -1,7 +1,8 @@
 """mambakit trains Mamba language models.
 
-`mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a folder that holds one,
-and `mambakit.ops` has the operators they are made of.
+`mambakit.prepare` makes shards of text, and `mambakit.train` a model of shards or text. `mambakit.ModelConfig` describes
+a model, `mambakit.MambaLM` is one, `mambakit.load` opens a folder that holds one, and `mambakit.ops` has the operators
+they are made of. The same from a shell: `mambakit --help`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import ops
     from .checkpoint import load
-    from .config import ConfigError, ModelConfig
+    from .config import ConfigError, ModelConfig, RunConfig
+    from .data.prepare import prepare
     from .model import MambaLM, State
+    from .training import train
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "MambaLM", "ModelConfig", "State", "__version__", "load", "ops"]
+__all__ = [
+    "ConfigError",
+    "MambaLM",
+    "ModelConfig",
+    "RunConfig",
+    "State",
+    "__version__",
+    "load",
+    "ops",
+    "prepare",
+    "train",
+]
 
 # Where each name lives; torch is loaded when the first name that needs it is used.
 _HOMES = {
     "ConfigError": "config",
     "MambaLM": "model",
     "ModelConfig": "config",
+    "RunConfig": "config",
     "State": "model",
     "load": "checkpoint",
+    "prepare": "data.prepare",
+    "train": "training",
 }
 
 

@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 
 from . import __version__
 from .config import SECTIONS, ConfigError, read_config, read_yaml, resolve, write_yaml
-from .files import NoSpaceError, UserError
+from .files import UserError, is_full
 from .progress import say
 
 STOPPED_AFTER_SAVING = 75
@@ -135,16 +135,18 @@ def train(
     """Train a model: text or shards in, a run folder with checkpoints and metrics out.
 
     Ctrl-C saves and says how to go on. A run that goes on from a checkpoint reaches the same bits as one that was not
-    stopped. Settings come from the recipe, the config file and the flags, of which later ones win.
+    stopped. Settings come from the config file, then --model and --recipe, then the other flags; later ones win.
 
     For example:
-      mambakit train --data notes/ --out run --model small --train.steps 2000
+      mambakit train --data notes/ --out first --model small --train.steps 2000
       mambakit train --data shards --out run --model.kind mamba2 --model.d-model 256 --model.num-layers 6
       mambakit train --resume --out run
       mambakit train --resume --out run --train.steps 4000
       mambakit train --data shards --out tuned --init-from run --optim.lr 1e-4
       mambakit train --data shards --model mamba-130m --recipe paper-130m --write-config run.yaml
     """
+    if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
+        config, resume = Path(resume[-1]), resume[:-1]  # --resume CONFIG: a checkpoint is a folder, a config is not
     file = read_config(config) if config is not None else {}
     named = {
         "recipe": recipe,
@@ -162,7 +164,7 @@ def train(
         return 0
     if resume is not None and len(resume) > 1:
         raise ConfigError(f"--resume takes one checkpoint, not {len(resume)}: {' '.join(resume)}")
-    from .train.run import train_layers
+    from .training.run import train_layers
 
     result = train_layers(
         layers, out=out, resume=(resume or [True])[0] if resume is not None else False, init_from=init_from
@@ -372,12 +374,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"mambakit: {error}")
         return 2
-    except NoSpaceError as error:
-        say(f"mambakit: {error.strerror}; what was saved before is whole. Make space, and go on with --resume")
-        return 1
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if not is_full(error):
+            raise
+        say(f"mambakit: {error.strerror}; what was saved before is whole. Make space, and run the command again "
+            "(mambakit train with --resume)")  # fmt: skip
+        return 1
 
 
 def _command_name(arguments: list[str]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -454,11 +455,18 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
             sections[name] = section(**given)
         except ConfigError as error:
             problems += [f"{name}.{problem}" for problem in error.problems]
+            right = {key: value for key, value in given.items() if not _is_named(key, error.problems)}
+            with contextlib.suppress(ConfigError):  # what is right of it may still not fit the other sections
+                sections[name] = section(**right)
     problems += _problems_between(sections)
     if problems:
         raise ConfigError(*problems)
     checked: dict[str, Any] = dict(sections)
     return RunConfig(**checked)
+
+
+def _is_named(key: str, problems: Sequence[str]) -> bool:
+    return any(re.match(rf"{re.escape(key)}\b", problem) for problem in problems)
 
 
 def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

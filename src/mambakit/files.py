@@ -93,15 +93,19 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
             yield beside
             for path in sorted(beside.rglob("*")):
                 sync(path)
-            if os.name == "nt":
-                held.close()  # Windows neither removes nor renames what is open
-            (beside / ".lock").unlink()
             sync(beside)
             os.chmod(beside, 0o755)
-            _check_free(target, error)  # another process may have been faster
-            if target.exists():
-                target.rmdir()
-            beside.rename(target)
+            if os.name == "nt":
+                held.close()  # Windows neither removes nor renames what is open
+            try:
+                if target.exists():
+                    target.rmdir()
+                (beside / ".lock").unlink()
+                beside.rename(target)
+            except OSError:
+                _check_free(target, error)  # another process was faster
+                raise
+        sync(target)
         sync(target.parent)
     except BaseException as problem:
         if beside is not None:
@@ -111,6 +115,8 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
                 folder.rmdir()
         if is_full(problem):
             raise NoSpaceError(errno.ENOSPC, f"no space left on the disk of {target.parent}") from None
+        if beside is None and isinstance(problem, OSError):
+            raise error(f"{target.parent} cannot be written in: {problem.strerror}; choose another place") from None
         raise
 
 

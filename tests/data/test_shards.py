@@ -83,7 +83,7 @@ def test_documents_cross_from_file_to_file(tmp_path: Path, name: str, shard_toke
 
 def test_a_read_crosses_from_file_to_file(folder: Path) -> None:
     stream = TokenStream(folder, "train")
-    tokens = sum(cases.random_documents(LENGTHS), [])
+    tokens = [token for document in cases.random_documents(LENGTHS) for token in document]
     for begin, end in [(0, 76), (12, 14), (13, 26), (5, 60), (75, 99), (76, 99), (90, 99), (3, 3)]:
         assert stream.layout.tokens(stream.read(begin, end)).tolist() == tokens[begin:end]
 
@@ -137,7 +137,9 @@ def _outside_vocabulary(folder: Path) -> None:
         (_outside_vocabulary, "train: token 300 is outside the vocabulary of 257"),
         *(
             (
-                lambda folder, name=name: _edit_index(folder, lambda values: values["counts"]["train"].update({name: 7})),
+                lambda folder, name=name: _edit_index(
+                    folder, lambda values: values["counts"]["train"].update({name: 7})
+                ),
                 f"train: {found} {name} found, but the index says 7",
             )
             for name, found in [("documents", 8), ("tokens", 76), ("targets", 68)]
@@ -149,6 +151,11 @@ def test_verify_names_what_is_wrong(folder: Path, damage: Callable[[Path], None]
     damage(folder)
     (problem,) = verify(folder)
     assert message in problem
+
+
+def test_verify_counts_a_document_of_several_blocks_once(tmp_path: Path) -> None:
+    documents = cases.random_documents([2**20 - 1, 2**20 + 5, 2])
+    assert list(verify(cases.write_shards(tmp_path / "shards", documents, shard_tokens=2**19))) == []
 
 
 def test_verify_names_every_file_that_is_wrong(folder: Path) -> None:
@@ -175,11 +182,12 @@ def test_a_file_of_another_size_is_not_opened(folder: Path, damage: Callable[[Pa
         (lambda values: values.pop("vocab_size"), "vocab_size is missing"),
         (lambda values: values.update(vocab_size="many"), "vocab_size='many'"),
         (lambda values: values.update(colour="red"), "colour is not a setting"),
+        (lambda values: values.update(self=1), "self"),
         (lambda values: values["shards"].pop("val"), "has no val split"),
         (lambda values: values["counts"].clear(), "has no train and no val split"),
         (lambda values: values["shards"]["train"][0].update(tokens=0), "tokens=0"),
         *(
-            (lambda values, name=name: values["shards"]["train"][0].update(file=name), "shards.train.0.file=")
+            (lambda values, name=name: values["shards"]["train"][0].update(file=name), "file=")
             for name in ("../x.bin", "/etc/passwd", "a/train-00000.bin", "train-00000.bin\n", "", "train-00000.bin/..")
         ),
     ],

@@ -95,8 +95,19 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("source", ["missing", "missing/deeper", "hf:wikitext", "hf:a/b@train"])
 def test_a_source_that_is_not_there_is_an_error(source: str) -> None:
-    with pytest.raises(UserError, match=f"{source}(:| does not exist;).*give (a file or folder|files or folders) of text"):
+    with pytest.raises(
+        UserError, match=f"{source}(:| does not exist;).*give (a file or folder|files or folders) of text"
+    ):
         list(list_files(source))
+
+
+def test_a_source_in_a_folder_that_is_shut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError, match="shut cannot be read: Permission denied"):
+        list(list_files(str(tmp_path / "shut")))
 
 
 @pytest.mark.parametrize(

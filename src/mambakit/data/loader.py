@@ -4,8 +4,8 @@ Rows are numbered from 0 without end; an epoch is one pass over the windows of t
 takes the next `batch_rows` of them. The loader's whole state is the number of the next row: any number of threads and
 any cut into micro-batches reads the same rows.
 
-With `carry_state`, row i of every batch reads on where row i of the batch before stopped, and `Batch.carries` says where
-the document goes on, so that the model's state may be carried over.
+With `carry_state`, row i of every batch reads on where row i of the batch before stopped, and `Batch.carries` says
+where the document goes on, so that the model's state may be carried over.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def prepare(
     """Make a folder of shards from files and folders of text; returns its index.
 
     `tokenizer` is `bytes`, a tokenizer.json, a Hugging Face name, or `train:VOCAB`. Where documents are many, the same
-    file always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be read an error. `layout` is
-    packed32 for vocabularies up to 65,536 and wide64 beyond, unless named.
+    file always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be read
+    an error. `layout` is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named.
     """
     out = Path(out)
     if not 0 <= val_fraction < 1:
@@ -91,11 +91,9 @@ def prepare(
                 f"layout {chosen.name} holds ids up to {chosen.largest_vocabulary - 1}, but the tokenizer has "
                 f"{vocab_size(opened)}; use --layout wide64"
             )
-        opened.save(str(beside / shards.TOKENIZER))
+        (beside / shards.TOKENIZER).write_bytes(opened.to_str(pretty=True).encode())
         with contextlib.ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(ShardWriter(beside, split, chosen, shard_tokens)) for split in SPLITS
-            }
+            writers = {split: stack.enter_context(ShardWriter(beside, split, chosen, shard_tokens)) for split in SPLITS}
             counts = _write(read, opened, val_fraction, workers, writers)
             written = {split: writer.close() for split, writer in writers.items()}
         index = Index(

@@ -1,9 +1,9 @@
 """Shards: tokens on disk, memory-mapped. One writer, one reader, a version, checksums, and `verify`.
 
-A folder holds `index.json`, `tokenizer.json` and files `train-00000.bin …`, `val-00000.bin …` of little-endian integers,
-one a token: its id, its position in its document (which stays at the largest value past the end of its range), and
-whether it counts as a target. A document starts where the position is 0, or does not go on from the one before. A split
-is its files one after another: a document, or a row, may cross from one file into the next.
+A folder holds `index.json`, `tokenizer.json` and files `train-00000.bin …`, `val-00000.bin …` of little-endian
+integers, one a token: its id, its position in its document (which stays at the largest value past the end of its
+range), and whether it counts as a target. A document starts where the position is 0, or does not go on from the one
+before. A split is its files one after another: a document, or a row, may cross from one file into the next.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Layout:
 
     def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool) -> NDArray[Any]:
         """Tokens of one document from `first_position` on. All count as targets but the document's first."""
-        positions = np.minimum(np.arange(first_position, first_position + len(tokens), dtype=np.int64), self.max_position)
+        positions = np.minimum(
+            np.arange(first_position, first_position + len(tokens), dtype=np.int64), self.max_position
+        )
         packed = tokens | (positions << self.token_bits) | (1 << (self.token_bits + self.position_bits))
         if starts_document and len(packed):
             packed[0] = tokens[0]
@@ -139,7 +141,7 @@ def read_index(folder: Path) -> Index:
         )
     try:
         index = Index(**values)
-    except ConfigError as error:
+    except (ConfigError, TypeError) as error:  # TypeError: a key named self
         raise ShardError(f"{folder / INDEX}: {error}") from None
     if missing := [name for name in SPLITS if name not in index.shards or name not in index.counts]:
         raise ShardError(f"{folder / INDEX} has no {' and no '.join(missing)} split")
@@ -147,7 +149,7 @@ def read_index(folder: Path) -> Index:
 
 
 class ShardWriter:
-    """Writes one split, starting a new file whenever one is full. As a context it leaves no file open after an error."""
+    """Writes one split, starting a new file whenever one is full. As a context, it closes its file after an error."""
 
     def __init__(self, folder: Path, split: str, layout: Layout, shard_tokens: int) -> None:
         self.folder, self.split, self.layout, self.shard_tokens = folder, split, layout, shard_tokens

@@ -39,9 +39,13 @@ def list_files(source: str) -> Iterator[SourceFile | Skipped]:
     if source.startswith("hf:"):
         raise UserError(f"{source}: Hugging Face datasets cannot be read yet; give files or folders of text")
     path = Path(source)
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}") from None
+    if is_file:
         yield _entry(path, path.name)
-    elif path.is_dir():
+    elif is_folder:
         yield from _walk(path, path)
     else:
         raise UserError(f"{source} does not exist; give a file or folder of text, or a folder of shards")

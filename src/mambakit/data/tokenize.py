@@ -1,7 +1,7 @@
 """Tokenizers: opened, or learned from text; and text turned into tokens by several threads.
 
-Whatever its origin, a tokenizer is a `tokenizers.Tokenizer` with an end-of-text token, so that one file, tokenizer.json,
-travels from the shards to the checkpoints and to other programs.
+Whatever its origin, a tokenizer is a `tokenizers.Tokenizer` with an end-of-text token, so that one file,
+tokenizer.json, travels from the shards to the checkpoints and to other programs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mambakit.config import DataConfig
 from mambakit.data.loader import Loader
 from mambakit.data.shards import TokenStream
-from mambakit.train.run import train
+from mambakit.training.run import train
 
 STEPS = 50
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from runs import metrics, settings, state_bytes
 
-from mambakit.train import loop as loop_module
-from mambakit.train.run import Result, train
-from mambakit.train.stopping import Stopper
+from mambakit.training import loop as loop_module
+from mambakit.training.run import Result, train
+from mambakit.training.stopping import Stopper
 
 STEPS = 12
 # What a run of 12 steps looks at between batches, in order: two micro-batches a step, and the batches of evaluations.
@@ -175,7 +175,7 @@ def test_gradients_of_a_step_left_off_do_not_leak_into_the_next(shards: Path, tm
         original(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mambakit.train.run.loop", keep)
+        patch.setattr("mambakit.training.run.loop", keep)
         stop_at(4)
         train(settings(shards), out=tmp_path / "run")
     assert all(parameter.grad is None for parameter in runs[0].model.parameters())

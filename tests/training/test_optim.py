@@ -10,8 +10,8 @@ from helpers import SMALL
 
 from mambakit import MambaLM, ModelConfig
 from mambakit.config import OptimConfig
-from mambakit.train.optim import decay_groups, describe_groups, load_optimizer_tensors, make_optimizer, optimizer_tensors
-from mambakit.train.schedule import learning_rate
+from mambakit.training.optim import decay_groups, describe_groups, load_optimizer_tensors, make_optimizer, optimizer_tensors
+from mambakit.training.schedule import learning_rate
 
 
 def model_of(kind: str) -> MambaLM:

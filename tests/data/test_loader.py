@@ -1,0 +1,258 @@
+"""The loader: every target once an epoch, in an order that depends on nothing but seed, epoch and row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mambakit.config import DataConfig
+from mambakit.data.loader import Batch, Loader, permute
+from mambakit.data.shards import ShardError, TokenStream
+
+from . import cases
+
+LENGTHS = (5, 1, 40, 2, 17, 1, 1, 9, 30)  # 106 tokens, 97 targets
+SHAPES = [(1, 1), (1, 3), (4, 7), (8, 3), (105, 1), (106, 2), (500, 3), (13, 11)]  # length, rows
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    """Every token is another, so that it tells where it stands."""
+    return _stream(tmp_path_factory.mktemp("loader") / "shards", LENGTHS)
+
+
+def _stream(folder: Path, lengths: tuple[int, ...], **options: Any) -> TokenStream:
+    documents, at = [], 0
+    for length in lengths:
+        documents.append(list(range(at, at + length)))
+        at += length
+    return TokenStream(cases.write_shards(folder, documents, shard_tokens=13, vocab_size=50_000, **options), "train")
+
+
+def _loader(stream: TokenStream, length: int, rows: int, *, next_row: int = 0, **options: Any) -> Loader:
+    return Loader(stream, DataConfig(sequence_length=length, **{"workers": 0, **options}), rows, next_row=next_row)
+
+
+def _epoch(loader: Loader, epoch: int = 0) -> Iterator[Batch]:
+    """The rows of one epoch, each a batch."""
+    for row in range(epoch * loader.epoch_rows, (epoch + 1) * loader.epoch_rows):
+        yield loader.read(row).rows(0, 1)
+
+
+def _targets(batches: Iterator[Batch]) -> Counter[int]:
+    return Counter(token for batch in batches for token in batch.targets[batch.loss_mask].tolist())
+
+
+def _all_targets(lengths: tuple[int, ...]) -> Counter[int]:
+    starts = set(np.cumsum([0, *lengths]).tolist())
+    return Counter(set(range(sum(lengths))) - starts)
+
+
+def _assert_equal(first: Batch, second: Batch) -> None:
+    for name in ("tokens", "targets", "doc_ids", "loss_mask", "carries"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+@pytest.mark.parametrize(("length", "rows"), SHAPES)
+@pytest.mark.parametrize("carry_state", [False, True])
+def test_each_target_is_there_once_an_epoch(stream: TokenStream, length: int, rows: int, carry_state: bool) -> None:
+    loader = _loader(stream, length, rows, carry_state=carry_state)
+    for epoch in (0, 1, 7):
+        assert _targets(_epoch(loader, epoch)) == _all_targets(LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [(2,), (1, 1), (1, 2), (3,)])
+def test_the_smallest_splits_can_be_read(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    stream = _stream(tmp_path / "shards", lengths)
+    for carry_state in (False, True):
+        loader = _loader(stream, 64, 5, carry_state=carry_state)
+        assert _targets(_epoch(loader)) == _all_targets(lengths)
+        assert loader.read(0).tokens.shape == (5, 64)
+
+
+@pytest.mark.parametrize("lengths", [(), (1,)])
+def test_a_split_without_two_tokens_is_refused(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ShardError, match=f"the train split of .* has {len(lengths)} tokens; need at least 2"):
+        _loader(_stream(tmp_path / "shards", lengths), 8, 2)
+
+
+@pytest.mark.parametrize("layout", ["packed32", "wide64"])
+def test_a_row_is_a_window_of_the_split(tmp_path: Path, layout: str) -> None:
+    stream = _stream(tmp_path / "shards", LENGTHS, layout=layout)
+    loader = _loader(stream, 8, 1)
+    document = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
+    for batch in _epoch(loader):
+        tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
+        begin = tokens[0]
+        filled = min(8, 105 - begin)
+        assert begin % 8 == 0
+        assert tokens[:filled] == list(range(begin, begin + filled))
+        assert targets[:filled] == list(range(begin + 1, begin + filled + 1))
+        ids = batch.doc_ids[0].tolist()
+        for i in range(filled):
+            assert ids[i] == document[begin + i] - document[begin]
+            assert bool(batch.loss_mask[0, i]) == (document[begin + i] == document[begin + i + 1])
+        assert not batch.loss_mask[0, filled:].any()
+        assert (batch.tokens.dtype, batch.targets.dtype, batch.doc_ids.dtype) == (torch.int64, torch.int64, torch.int32)
+
+
+def test_documents_without_targets_are_read_but_do_not_count(tmp_path: Path) -> None:
+    stream = _stream(tmp_path / "shards", LENGTHS, no_targets=[2, 4])
+    loader = _loader(stream, 7, 2)
+    uncounted = {*range(6, 46), *range(48, 65)}
+    assert _targets(_epoch(loader)) == _all_targets(LENGTHS) - Counter(uncounted)
+    assert uncounted <= {token for batch in _epoch(loader) for token in batch.tokens.flatten().tolist()}
+
+
+def test_padding_is_no_target_and_no_part_of_a_document(stream: TokenStream) -> None:
+    (batch,) = _epoch(_loader(stream, 500, 1))
+    assert batch.num_targets == 97
+    assert not batch.loss_mask[:, 105:].any()
+    assert batch.doc_ids[0, 106] > batch.doc_ids[0, 105]
+    assert (batch.doc_ids.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("carry_state", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("prefetch", [1, 8])
+def test_threads_read_the_same_rows(stream: TokenStream, carry_state: bool, workers: int, prefetch: int) -> None:
+    plain = _loader(stream, 7, 3, carry_state=carry_state)
+    loader = _loader(stream, 7, 3, carry_state=carry_state, workers=workers, prefetch=prefetch)
+    batches = iter(loader)
+    for number, batch in enumerate(islice(batches, 20)):
+        _assert_equal(batch, plain.read(3 * number))
+        assert loader.next_row == 3 * (number + 1)  # not what was read ahead
+    batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("carry_state", [False, True])
+def test_a_batch_does_not_depend_on_those_before(stream: TokenStream, carry_state: bool) -> None:
+    loader = _loader(stream, 7, 3, carry_state=carry_state)
+    in_order = [loader.read(3 * number) for number in range(15)]
+    other = _loader(stream, 7, 3, carry_state=carry_state)
+    for number in (14, 0, 7, 7, 3):
+        _assert_equal(other.read(3 * number), in_order[number])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_loader_goes_on_where_one_stopped(stream: TokenStream, workers: int) -> None:
+    whole = list(islice(_loader(stream, 7, 3), 12))
+    first = _loader(stream, 7, 3, workers=workers)
+    batches = iter(first)
+    for _ in range(5):
+        next(batches)
+    state = first.state()
+    batches.close()  # type: ignore[attr-defined]
+    second = _loader(stream, 7, 3, workers=workers, next_row=state["next_row"])
+    assert state["fingerprint"] == second.fingerprint
+    rest = iter(second)
+    for expected in whole[5:]:
+        _assert_equal(next(rest), expected)
+    rest.close()  # type: ignore[attr-defined]
+
+
+def test_rows_do_not_depend_on_the_batch(stream: TokenStream) -> None:
+    """Without carried states a row is what it is, whatever number of them make up a batch."""
+    three, five = _loader(stream, 7, 3), _loader(stream, 7, 5)
+    for row in range(25):
+        _assert_equal(
+            three.read(row).rows(0, 1), five.read(row - 2).rows(2, 3) if row >= 2 else five.read(row).rows(0, 1)
+        )
+
+
+def test_order_belongs_to_seed_and_epoch(stream: TokenStream) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return [int(batch.tokens[0, 0]) for batch in _epoch(_loader(stream, 2, 1, seed=seed), epoch)]
+
+    orders = [order(seed, epoch) for seed in (0, 1, 2**62) for epoch in (0, 1, 2)]
+    assert len({tuple(found) for found in orders}) == 9
+    assert all(sorted(found) == list(range(0, 105, 2)) for found in orders)
+    assert order(1, 2) == orders[5]
+
+
+@pytest.mark.parametrize("size", range(1, 71))
+def test_permute_reaches_every_number_once(size: int) -> None:
+    for seed, epoch in [(0, 0), (1, 0), (0, 1), (2**63 - 1, 10**6)]:
+        assert sorted(permute(number, size, seed, epoch) for number in range(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [1000, 1023, 1024, 1025, 4097])
+def test_permute_stirs(size: int) -> None:
+    found = np.array([permute(number, size, 3, 4) for number in range(size)])
+    assert len(set(found.tolist())) == size
+    steps = np.abs(np.diff(found))
+    assert abs(steps.mean() / size - 1 / 3) < 0.05  # as of a random order
+    assert (steps == 1).mean() < 0.02
+    assert abs(np.corrcoef(found, np.arange(size))[0, 1]) < 0.15
+
+
+def test_permute_is_of_any_size() -> None:
+    for size in (2**31 + 11, 10**12, 2**50):
+        found = {permute(number, size, 0, 0) for number in range(1000)}
+        assert len(found) == 1000
+        assert all(0 <= number < size for number in found)
+        assert max(found) > 0.9 * size
+
+
+def test_the_fingerprint_changes_with_what_is_read(stream: TokenStream, tmp_path: Path) -> None:
+    base = _loader(stream, 8, 2).fingerprint
+    same = [_loader(stream, 8, 2, workers=3, prefetch=7), _loader(stream, 8, 2, next_row=6), _loader(stream, 8, 5)]
+    assert {loader.fingerprint for loader in same} == {base}
+    documents = [list(range(50))]
+    changed = [*documents[0][:30], 31, *documents[0][31:]]
+    others = [
+        _loader(stream, 9, 2),
+        _loader(stream, 8, 2, seed=1),
+        _loader(stream, 8, 2, carry_state=True),
+        _loader(stream, 8, 3, carry_state=True),
+        _loader(TokenStream(cases.write_shards(tmp_path / "a", documents), "train"), 8, 2),
+        _loader(TokenStream(cases.write_shards(tmp_path / "b", [changed]), "train"), 8, 2),
+        _loader(TokenStream(cases.write_shards(tmp_path / "c", documents, layout="wide64"), "train"), 8, 2),
+    ]
+    assert len({base, *(loader.fingerprint for loader in others)}) == 8
+
+
+@pytest.mark.parametrize(("length", "rows"), SHAPES)
+def test_a_carried_row_reads_on(stream: TokenStream, length: int, rows: int) -> None:
+    """Row i of a batch goes on after row i of the one before; `carries` says where the document does too."""
+    loader = _loader(stream, length, rows, carry_state=True)
+    starts = set(np.cumsum([0, *LENGTHS]).tolist())
+    steps = loader.epoch_rows // rows
+    assert steps * rows == loader.epoch_rows
+    carried = 0
+    for epoch in (0, 1):
+        batches = [loader.read((epoch * steps + step) * rows) for step in range(steps)]
+        assert not batches[0].carries.any()
+        for before, after in pairwise(batches):
+            for row in range(rows):
+                last, first = int(before.targets[row, -1]), int(after.tokens[row, 0])
+                has_text = bool(after.targets[row].any())
+                if has_text and first != 0:  # 0 is where the split begins again
+                    assert first == last
+                assert bool(after.carries[row]) == (has_text and first not in starts)
+                carried += bool(after.carries[row])
+    assert carried or steps < 3 or length == 1
+
+
+def test_epochs_with_carried_states_are_cut_elsewhere(stream: TokenStream) -> None:
+    loader = _loader(stream, 4, 5, carry_state=True)
+    begins = {tuple(loader.read(epoch * loader.epoch_rows).tokens[:, 0].tolist()) for epoch in range(6)}
+    assert len(begins) > 3
+
+
+def test_an_error_in_a_thread_is_raised(stream: TokenStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = _loader(stream, 7, 3, workers=2)
+
+    def fail(first_row: int) -> Batch:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(loader, "read", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(loader))
