@@ -24,7 +24,16 @@ from mambakit.data.tokenize import bytes_tokenizer
 from mambakit.verify import verify
 
 ROOT = Path(__file__).parents[1]
-TINY = ["--model.d-model", "16", "--model.num-layers", "1", "--data.sequence-length", "32", "--train.batch-tokens", "128"]
+TINY = [
+    "--model.d-model",
+    "16",
+    "--model.num-layers",
+    "1",
+    "--data.sequence-length",
+    "32",
+    "--train.batch-tokens",
+    "128",
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +53,9 @@ def examples() -> dict[str, list[str]]:
     """Every command of README.md and of each --help, by where it stands."""
     found = {"README.md": re.findall(r"^mambakit .*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)}
     for name, command in COMMANDS.items():
-        found[name] = [line.strip() for line in (inspect.getdoc(command) or "").splitlines() if line.startswith("  mambakit ")]
+        found[name] = [
+            line.strip() for line in (inspect.getdoc(command) or "").splitlines() if line.startswith("  mambakit ")
+        ]
     return found
 
 
@@ -55,17 +66,38 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert commands
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
-    tiny = {name: {**preset, "d_model": 32, "num_layers": 1, "num_groups": 1} for name, preset in presets.MODELS.items()}
-    monkeypatch.setattr(presets, "MODELS", {name: {k: v for k, v in preset.items() if k != "num_groups" or preset["kind"] == "mamba2"} for name, preset in tiny.items()})
+    tiny = {
+        name: {**preset, "d_model": 32, "num_layers": 1, "num_groups": 1} for name, preset in presets.MODELS.items()
+    }
+    monkeypatch.setattr(
+        presets,
+        "MODELS",
+        {
+            name: {k: v for k, v in preset.items() if k != "num_groups" or preset["kind"] == "mamba2"}
+            for name, preset in tiny.items()
+        },
+    )
     monkeypatch.setattr(presets, "RECIPES", {**presets.RECIPES, "paper-130m": {"train": {"batch_tokens": 2048}}})
     for folder in ("notes", "letters", "src", "docs"):
         make_corpus(tmp_path / folder, 12)
     (tmp_path / "book.txt").write_text("\n".join(WORDS * 500))
-    needed = {"evaluate": "run", "generate": "run", "convert": "run", "report": "run tuned", "verify": "run", "train": ""}
+    needed = {
+        "evaluate": "run",
+        "generate": "run",
+        "convert": "run",
+        "report": "run tuned",
+        "verify": "run",
+        "train": "",
+    }
     if place in needed:
         assert main(["prepare", "notes", "--out", "shards", "--tokenizer", "train:300"]) == 0
     for name in needed.get(place, "").split():
-        assert main(["train", "--data", "shards", "--out", name, "--train.steps", "100", "--checkpoint.every", "100", *TINY]) == 0
+        assert (
+            main(
+                ["train", "--data", "shards", "--out", name, "--train.steps", "100", "--checkpoint.every", "100", *TINY]
+            )
+            == 0
+        )
     for command in commands:
         words = shlex.split(re.sub(r"--train\.steps \d+", "--train.steps 3", command))[1:]
         if words[0] == "prepare" and "--tokenizer" not in words:
@@ -74,9 +106,16 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
             words[words.index("--out") + 1] = f"shards{len(list(tmp_path.iterdir()))}"
         if words[0] == "train" and "--write-config" not in words:
             words += ["--train.batch-tokens", "64", "--data.sequence-length", "32"] if "--resume" not in words else []
-            words += ["--train.steps", "3"] if not {"--train.steps", "--train.tokens", "--train.epochs"} & {*words} else []
+            words += (
+                ["--train.steps", "3"] if not {"--train.steps", "--train.tokens", "--train.epochs"} & {*words} else []
+            )
             words = [("20000" if word == "1e6" else word) for word in words]
-            if "run" in words and (tmp_path / "run").exists() and "--resume" not in words and "--init-from" not in words:
+            if (
+                "run" in words
+                and (tmp_path / "run").exists()
+                and "--resume" not in words
+                and "--init-from" not in words
+            ):
                 words[words.index("run")] = f"run{len(list(tmp_path.iterdir()))}"
         if words[0] == "convert" and (tmp_path / words[2]).exists():
             words[2] += "2"
@@ -189,9 +228,14 @@ def test_json_is_all_that_standard_output_holds(
     found = result("evaluate", str(run), "--data", str(shards), "--baseline", "gzip", "--samples", "1")
     assert [entry["model"] for entry in found["results"]][1] == "gzip -9"
     assert found["results"][0]["bits_per_byte"] > 0
-    texts = result("generate", str(run), "--prompt", "the cat", "a dog", "--seed", "3", "--max-new-tokens", "5")["results"]
+    texts = result("generate", str(run), "--prompt", "the cat", "a dog", "--seed", "3", "--max-new-tokens", "5")[
+        "results"
+    ]
     assert [entry["prompt"] for entry in texts] == ["the cat", "a dog"]
-    assert result("generate", str(run), "--prompt", "the cat", "--seed", "3", "--max-new-tokens", "5")["results"] == texts[:1]
+    assert (
+        result("generate", str(run), "--prompt", "the cat", "--seed", "3", "--max-new-tokens", "5")["results"]
+        == texts[:1]
+    )
     assert result("verify", str(run), str(shards)) == {str(run): [], str(shards): []}
 
 
@@ -214,7 +258,9 @@ def test_the_report_shows_the_evaluation_that_was_made(run: Path, shards: Path) 
 
 
 def test_settings_come_from_file_then_names_then_flags(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("model: mamba-130m\nrecipe: careful\noptim:\n  beta1: 0.8\ntrain:\n  tokens: 500\n")
+    (tmp_path / "a.yaml").write_text(
+        "model: mamba-130m\nrecipe: careful\noptim:\n  beta1: 0.8\ntrain:\n  tokens: 500\n"
+    )
     out = tmp_path / "b.yaml"
     flags = ["--recipe", "fast", "--optim.lr", "3e-4", "--model.tie-embeddings", "false", "--optim.clip", "null"]
     assert main(["train", str(tmp_path / "a.yaml"), *flags, "--write-config", str(out)]) == 0
@@ -227,7 +273,9 @@ def test_settings_come_from_file_then_names_then_flags(tmp_path: Path) -> None:
     assert "vocab_size" not in read_config(out)["model"]
 
 
-def test_text_is_prepared_once_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_prepared_once_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
     corpus = make_corpus(tmp_path / "corpus", 20)
     words = ["train", "--data", str(corpus), "--data.tokenizer", "train:300", "--train.steps", "1", *TINY]

@@ -29,7 +29,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["mamba1", "mamba2"])
 def model(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
-    network = small_model(request.param, vocab_size=300, num_groups=1) if request.param == "mamba2" else small_model("mamba1", vocab_size=300)
+    network = (
+        small_model(request.param, vocab_size=300, num_groups=1)
+        if request.param == "mamba2"
+        else small_model("mamba1", vocab_size=300)
+    )
     tokenizer = Tokenizer.from_file(str(shards / "tokenizer.json"))
     huggingface.write(network, folder, tokenizer=tokenizer, end_tokens=[0])
     return folder
@@ -100,7 +104,9 @@ def test_gzip_stands_beside_on_the_same_bytes(model: Path, shards: Path) -> None
 
 
 def test_a_baseline_with_another_tokenizer_sees_the_same_bytes(model: Path, shards: Path, tmp_path: Path) -> None:
-    huggingface.write(small_model("mamba1", vocab_size=257), tmp_path / "other", tokenizer=bytes_tokenizer(), end_tokens=[256])
+    huggingface.write(
+        small_model("mamba1", vocab_size=257), tmp_path / "other", tokenizer=bytes_tokenizer(), end_tokens=[256]
+    )
     ours, theirs = evaluate(model, [shards], baselines=[str(tmp_path / "other")], device="cpu").results
     assert (theirs.bytes, theirs.words, theirs.documents) == (ours.bytes, ours.words, ours.documents)
     assert theirs.targets == theirs.bytes  # each byte but the first of a document, and the end of each

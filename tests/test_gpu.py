@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import assert_close, assert_same, random_documents, small_model, with_gradients
+from runs import make_shards, metrics, settings, state_bytes
 from torch import Tensor
 
 from mambakit import ops
 from mambakit.generate import generate_tokens
+from mambakit.training.run import train
+from mambakit.training.stopping import Stopper
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +98,44 @@ def test_bf16_autocast_trains(kind: str) -> None:
 def test_the_cpu_backend_refuses_gpu_tensors() -> None:
     with ops.backend("cpu"), pytest.raises(ValueError, match="the tensors are on cuda:0; move them to the CPU"):
         ops.rms_norm(torch.ones(2, 4).cuda(), None, eps=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_a_run_on_a_gpu_resumes_in_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make_shards(tmp_path)
+    config = settings(shards, kind, parallel={"device": "cuda"})
+    train(config, out=tmp_path / "whole")
+    looks = 0
+    check = Stopper.check
+
+    def stop_once(self: Stopper) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 12:
+            self.signal_name = "SIGTERM"
+        check(self)
+
+    monkeypatch.setattr(Stopper, "check", stop_once)
+    assert train(config, out=tmp_path / "stopped").stopped_by == "SIGTERM"
+    train(config, out=tmp_path / "stopped", resume=True)
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    assert state_bytes(tmp_path / "stopped", 12) == state_bytes(tmp_path / "whole", 12)
+
+
+def test_fp16_with_a_scaler_learns(tmp_path: Path) -> None:
+    config = settings(make_shards(tmp_path), parallel={"device": "cuda"}, train={"precision": "fp16", "steps": 30})
+    train(config, out=tmp_path / "run")
+    losses = [record["loss"] for record in metrics(tmp_path / "run") if record["type"] == "train"]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_compiled_run_follows_the_plain_one(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path)
+    for name in (False, True):
+        config = settings(
+            shards, model={"dropout": 0.0}, parallel={"device": "cuda"}, train={"compile": name, "precision": "fp32"}
+        )
+        train(config, out=tmp_path / str(name))
+    for ours, plain in zip(metrics(tmp_path / "True"), metrics(tmp_path / "False"), strict=True):
+        if ours["type"] == "train":
+            assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-3)

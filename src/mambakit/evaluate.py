@@ -232,9 +232,7 @@ def _retokenize(sources: list[str], tokenizer: Tokenizer, stack: ExitStack) -> T
     return TokenStream(folder / "shards", "train")
 
 
-def _evaluate_ours(
-    name: str, model: MambaLM, text: _Text, dtype: torch.dtype, rows: int, window: int | None
-) -> Result:
+def _evaluate_ours(name: str, model: MambaLM, text: _Text, dtype: torch.dtype, rows: int, window: int | None) -> Result:
     total = int(sum(end - begin for begin, end in text.ranges))
     with progress(f"evaluating {name}", total, "tokens") as advance:
         batches = lanes(text.stream, text.ranges, rows, LENGTH, window)

@@ -25,7 +25,9 @@ def verify(path: Path) -> Iterator[str]:
             yield from native.verify(folder)
         yield from _verify_metrics(path / "metrics.jsonl")
     else:
-        raise UserError(f"{path} is no shard folder, checkpoint or run: it has no index.json, manifest.json or checkpoints")
+        raise UserError(
+            f"{path} is no shard folder, checkpoint or run: it has no index.json, manifest.json or checkpoints"
+        )
 
 
 def _verify_metrics(path: Path) -> Iterator[str]:

@@ -28,6 +28,8 @@ from torch import Tensor
 import mambakit
 from mambakit import ops
 
+from mambakit.ops.ssd import ssd_chunked
+
 from . import cases, recurrences
 
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[str, Any]]]] = {
@@ -96,6 +98,23 @@ def test_boundaries_at_and_inside_chunks(lengths: list[int]) -> None:
 def test_chunk_size_changes_nothing(chunk_size: int) -> None:
     arguments = cases.ssd(2, 100) | {"doc_ids": random_documents(2, 100)}
     actual = with_gradients(lambda **a: ops.ssd(chunk_size=chunk_size, **a), arguments)
+    assert_same(actual, with_gradients(recurrences.ssd, arguments), 1e-10)
+
+
+@both_dtypes
+@pytest.mark.parametrize("length", LENGTHS)
+def test_ssd_in_plain_torch_agrees_with_the_recurrence(dtype: torch.dtype, length: int) -> None:
+    """What serves devices without a kernel of their own."""
+    for documents in (None, random_documents(2, length)):
+        arguments = cases.ssd(2, length) | ({} if documents is None else {"doc_ids": documents})
+        actual = with_gradients(ssd_chunked, cases.to(arguments, dtype))
+        assert_same(actual, with_gradients(recurrences.ssd, arguments), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("lengths", EDGES, ids=lambda lengths: "-".join(map(str, lengths))[:20])
+def test_ssd_in_plain_torch_knows_boundaries_at_and_inside_chunks(lengths: list[int]) -> None:
+    arguments = cases.ssd(1, 30) | {"doc_ids": ids_of(lengths)[None]}
+    actual = with_gradients(lambda **a: ssd_chunked(chunk=10, **a), arguments)
     assert_same(actual, with_gradients(recurrences.ssd, arguments), 1e-10)
 
 

@@ -10,7 +10,13 @@ from helpers import SMALL
 
 from mambakit import MambaLM, ModelConfig
 from mambakit.config import OptimConfig
-from mambakit.training.optim import decay_groups, describe_groups, load_optimizer_tensors, make_optimizer, optimizer_tensors
+from mambakit.training.optim import (
+    decay_groups,
+    describe_groups,
+    load_optimizer_tensors,
+    make_optimizer,
+    optimizer_tensors,
+)
 from mambakit.training.schedule import learning_rate
 
 
@@ -21,7 +27,9 @@ def model_of(kind: str) -> MambaLM:
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
 def test_matrices_alone_are_decayed(kind: str) -> None:
     groups = decay_groups(model_of(kind))
-    kinds = {group: {name.split(".")[-2] + "." + name.split(".")[-1] for name in names} for group, names in groups.items()}
+    kinds = {
+        group: {name.split(".")[-2] + "." + name.split(".")[-1] for name in names} for group, names in groups.items()
+    }
     decayed = {"embedding.weight", "in_proj.weight", "out_proj.weight", "conv1d.weight"}
     assert kinds["decay"] == decayed | ({"x_proj.weight", "dt_proj.weight"} if kind == "mamba1" else set())
     biases = {"in_proj.bias", "out_proj.bias", "conv1d.bias"}
@@ -57,7 +65,9 @@ def test_the_optimizer_survives_being_written_down() -> None:
 
     step(model, first)
     other.load_state_dict(model.state_dict())
-    load_optimizer_tensors(other, second, {name: value.clone() for name, value in optimizer_tensors(model, first).items()})
+    load_optimizer_tensors(
+        other, second, {name: value.clone() for name, value in optimizer_tensors(model, first).items()}
+    )
     step(model, first)
     step(other, second)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -79,7 +89,9 @@ def test_the_other_schedules() -> None:
     constant = OptimConfig(lr=1.0, warmup_steps=2, schedule="constant")
     assert [learning_rate(step, 4, constant) for step in (1, 2, 3, 4)] == [0.5, 1.0, 1.0, 1.0]
     wsd = OptimConfig(lr=1.0, min_lr=0.0, warmup_steps=2, decay_steps=4, schedule="wsd")
-    assert [learning_rate(step, 10, wsd) for step in range(1, 11)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+    assert [learning_rate(step, 10, wsd) for step in range(1, 11)] == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    )
 
 
 def test_warm_up_is_a_tenth_of_the_run_unless_set() -> None:

@@ -142,8 +142,13 @@ def test_a_complete_run_can_be_made_longer(shards: Path, tmp_path: Path) -> None
     train(settings(shards, optim={"schedule": "constant"}), out=tmp_path / "run")
     result = train({"train": {"steps": 15}}, out=tmp_path / "run", resume=True)
     assert result.step == result.total_steps == 15
-    train(settings(shards, optim={"schedule": "constant", "warmup_steps": 1}, train={"steps": 15}), out=tmp_path / "whole")
-    losses = [[record["loss"] for record in metrics(tmp_path / name) if record["type"] == "train"] for name in ("run", "whole")]
+    train(
+        settings(shards, optim={"schedule": "constant", "warmup_steps": 1}, train={"steps": 15}), out=tmp_path / "whole"
+    )
+    losses = [
+        [record["loss"] for record in metrics(tmp_path / name) if record["type"] == "train"]
+        for name in ("run", "whole")
+    ]
     assert losses[0] == losses[1]
 
 

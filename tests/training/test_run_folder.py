@@ -306,9 +306,15 @@ def test_own_batches_take_the_loaders_place_and_resume(tmp_path: Path) -> None:
     train(config, batches(), out=tmp_path / "whole")
     losses = [record["loss"] for record in metrics(tmp_path / "whole")]
     assert losses[-1] < losses[0]
-    train({**config, "train": {"steps": 4}, "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 2}}, batches(), out=tmp_path / "run")
+    train(
+        {**config, "train": {"steps": 4}, "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 2}},
+        batches(),
+        out=tmp_path / "run",
+    )
     train({"train": {"steps": 8}}, batches(), out=tmp_path / "run", resume=True)
-    train({**config, "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 2}}, batches(), out=tmp_path / "same")
+    train(
+        {**config, "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 2}}, batches(), out=tmp_path / "same"
+    )
     assert metrics(tmp_path / "run") == metrics(tmp_path / "same")
 
 

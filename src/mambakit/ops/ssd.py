@@ -8,8 +8,9 @@ For each head h, with dt_t = clamp(softplus(dt_t + dt_bias), dt_limit):
 Sizes: x (B, L, H, P); dt (B, L, H); A, dt_bias (H); B, C (B, L, G, N), each group shared by H/G heads;
 D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inputs).
 
-The fast path cuts time into chunks and turns the recurrence into matrix products (ops/cpu/ssd.py). Saved for
-backward: the inputs, and the state before each of a few spans of chunks; the rest is recomputed. A is meant to be
+The fast paths cut time into chunks and turn the recurrence into matrix products: on a CPU by kernels (ops/cpu/ssd.py),
+which keep for backward the inputs and the state before each of a few spans of chunks, and recompute the rest; on other
+devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A is meant to be
 negative: where states grow past the range of fp32, so does what comes of them. A NaN is not held back by
 a boundary, since masks are factors of zero: it may spoil its chunk and the rest of its row.
 """
@@ -20,6 +21,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
@@ -56,8 +58,9 @@ def ssd(
     low, high = _check_limit("ssd", dt_limit)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
-    if dispatch.choose("ssd", x.device) == "reference":
-        return ssd_reference(
+    chosen = dispatch.choose("ssd", x.device, portable=True)
+    if chosen in ("reference", "torch"):
+        return (ssd_reference if chosen == "reference" else ssd_chunked)(
             x, dt, A, B, C, D, dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
         )  # fmt: skip
@@ -156,6 +159,70 @@ def ssd_reference(
     y = torch.stack(outputs, dim=1)
     if D is not None:
         y = y + _per_channel(D, dtype) * xs
+    return y.to(x.dtype), state
+
+
+def ssd_chunked(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """The same in chunks of Q tokens: a masked (Q, Q) product inside each, and the state carried from one to the next.
+
+    ops/cpu/ssd.py has the formulas. Every factor is zero where its two ends lie in different documents.
+    """
+    dtype = compute_dtype(x)
+    wide = torch.float64 if x.device.type != "mps" else dtype  # sums of dt A; Apple's GPUs have no fp64
+    length, share = x.shape[1], x.shape[2] // B.shape[2]
+
+    def chunked(tensor: Tensor) -> Tensor:  # (B, L, …) as (B, c, Q, …), with steps of length zero at the end
+        padded = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, -length % chunk))
+        chunks: Tensor = padded.unflatten(1, (-1, chunk))
+        return chunks
+
+    xs, steps = chunked(x.to(dtype)), chunked(limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype))
+    Bs, Cs = (chunked(t.to(dtype)).repeat_interleave(share, dim=3) for t in (B, C))  # (B, c, Q, H, N)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
+    cum = torch.einsum(
+        "ij,bcjh->bcih", lower.to(wide), steps.to(wide) * A.to(wide)
+    )  # a sum over j <= i, in a fixed order
+    starts = document_starts("ssd", doc_ids)
+    if starts is None:
+        starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    documents = starts.cumsum(1)
+    documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % chunk)], 1).unflatten(1, (-1, chunk))
+    entering = torch.cat([torch.zeros_like(documents[:, :1, -1]), documents[:, :-1, -1]], 1)  # (B, c)
+
+    def decay(exponent: Tensor, together: Tensor) -> Tensor:
+        return exponent.masked_fill(~together, -math.inf).exp().to(dtype)
+
+    together = (documents[:, :, :, None] == documents[:, :, None, :]) & lower  # (B, c, Q, Q)
+    inside = decay(cum[:, :, :, None] - cum[:, :, None], together[..., None])  # (B, c, Q, Q, H)
+    from_start = decay(cum, (documents == entering[:, :, None])[..., None])  # (B, c, Q, H)
+    to_end = decay(cum[:, :, -1:] - cum, (documents == documents[:, :, -1:])[..., None])
+    X = steps[..., None] * xs
+    scores = torch.einsum("bcihn,bcjhn->bcijh", Cs, Bs) * inside
+    y = torch.einsum("bcijh,bcjhp->bcihp", scores, X)
+    added = torch.einsum("bcjhp,bcjhn->bchpn", to_end[..., None] * X, Bs)
+    state = added.new_zeros(added[:, 0].shape) if initial_state is None else initial_state.to(dtype)
+    states = []
+    for c in range(added.shape[1]):
+        states.append(state)
+        state = from_start[:, c, -1, :, None, None] * state + added[:, c]
+    y = y + from_start[..., None] * torch.einsum("bcihn,bchpn->bcihp", Cs, torch.stack(states, 1))
+    y = y.flatten(1, 2)[:, :length]
+    if D is not None:
+        y = y + _per_channel(D, dtype) * x.to(dtype)
     return y.to(x.dtype), state
 
 
