@@ -14,7 +14,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/train_on_source_code.py
+	$(BIN)/python examples/demo.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

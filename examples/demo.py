@@ -16,7 +16,7 @@ from pathlib import Path
 # On two CPU cores about three minutes; on a GPU a larger model for longer.
 CPU = {
     "model.kind": "mamba1", "model.d-model": 192, "model.num-layers": 4,
-    "data.sequence-length": 512, "train.batch-tokens": 2048, "train.steps": 600,
+    "data.sequence-length": 512, "train.batch-tokens": 2048, "train.steps": 700,
     "optim.lr": 5e-3, "optim.min-lr": 1e-4, "optim.warmup-steps": 30,
     "train.eval-every": 200, "train.eval-tokens": 20000, "track.sample-every": 200, "checkpoint.every": 100,
 }  # fmt: skip
@@ -31,6 +31,7 @@ GPU = CPU | {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("build/demo"), help="where everything goes")
+    parser.add_argument("--text", type=Path, help="a folder of text to learn from, in place of the standard library")
     parser.add_argument("--steps", type=int, help="length of the training; chosen for this machine unless set")
     options = parser.parse_args()
     corpus, shards, run = (options.folder / name for name in ("corpus", "shards", "run"))
@@ -38,10 +39,12 @@ def main() -> int:
     if options.steps:
         settings = settings | {"train.steps": options.steps, "optim.warmup-steps": min(20, options.steps)}
 
-    if not corpus.exists():
+    if options.text is None and not corpus.exists():
         copy_standard_library(corpus)
     if not shards.exists():
-        mambakit("prepare", corpus, "--out", shards, "--tokenizer", "train:4096", "--val-fraction", 0.05)
+        mambakit(
+            "prepare", options.text or corpus, "--out", shards, "--tokenizer", "train:4096", "--val-fraction", 0.05
+        )
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     mambakit("train", "--data", shards, "--out", run, "--resume", *flags, "--track.sample-prompts", "def ")
     mambakit("evaluate", run, "--data", shards, "--baseline", "gzip")

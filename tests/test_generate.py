@@ -382,3 +382,15 @@ def test_text_needs_a_start(reciter: LoadedModel) -> None:
         generate_text(reciter.model, reciter.tokenizer, "ab")
     with pytest.raises(CheckpointError, match="no tokenizer.json; give the prompt as token ids"):
         LoadedModel(reciter.model, None).stream("a")
+
+
+def test_a_space_at_the_end_of_a_prompt_is_part_of_the_next_word(reciter: LoadedModel) -> None:
+    at = SENTENCE.index("said")
+    assert reciter.tokenizer is not None
+    assert reciter.tokenizer.encode("bien, said").ids[-1] != reciter.tokenizer.encode("bien, ").ids[-1]
+    expected = reciter.generate(SENTENCE[: at - 1], temperature=0)
+    assert expected.startswith(" said")
+    for options in ({}, {"stop_strings": ["cat"]}):
+        whole = reciter.generate(SENTENCE[: at - 1], temperature=0, **options)
+        assert reciter.generate(SENTENCE[:at], temperature=0, **options) == whole[1:]
+    assert reciter.generate([SENTENCE[:at], SENTENCE[: at - 1]], temperature=0) == [expected[1:], expected]

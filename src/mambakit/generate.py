@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,15 @@ def generate_batch(
     seed: int | None = None,
     stop: Sequence[int] = (),
     ended: set[int] | None = None,
+    first_tokens: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """(row, token) for each token that follows a prompt, as soon as it is chosen.
 
     temperature 0 takes the likeliest. top_k keeps the k likeliest; top_p the fewest that together have probability p;
     min_p those with at least p times the likeliest's probability. repetition_penalty above 1 makes seen tokens rarer.
-    A row ends before a token of `stop`, or when the caller adds it to `ended` between two tokens. What a row gives
-    depends on its prompt, its number and the seed, not on the other rows.
+    A row ends before a token of `stop`, or when the caller adds it to `ended` between two tokens; it begins with one of
+    its `first_tokens` where there are any. What a row gives depends on its prompt, its number and the seed, not on the
+    other rows.
     """
     _check(prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
     device = model.lm_head.weight.device
@@ -53,8 +55,13 @@ def generate_batch(
         model.check_input(tokens, 2)
     randoms = [_random(seed, row, device) for row in range(len(prompts))]
 
+    beginnings = dict(first_tokens or {})
+
     def choose(row: int, logits: Tensor, seen: Tensor) -> int:
         scores = _adjust(logits[: model.config.vocab_size].float(), seen, repetition_penalty)
+        if (allowed := beginnings.pop(row, None)) is not None:
+            kept = torch.tensor(allowed, device=device)
+            scores = torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
         return _choose(scores, temperature, top_k, top_p, min_p, randoms[row])
 
     ended = set() if ended is None else ended
@@ -75,6 +82,9 @@ def generate_text(
     A row ends before an end token, or before the first of `stop_strings` in its text. The pieces of a row together
     are what decoding all its tokens adds to its prompt, without special tokens. An empty prompt starts from the first
     end token. Options as for `generate_batch`; `stop`, when given, takes the place of end_tokens as what ends a text.
+
+    A space at a prompt's end is a token of its own there, but in text that a model learns from it is part of the word
+    that follows. So it is taken back, and the first new token must bring it along.
     """
     for name, strings in ("prompts", prompts), ("stop_strings", stop_strings):
         if isinstance(strings, str):
@@ -84,10 +94,23 @@ def generate_text(
             f"stop_strings={list(stop_strings)!r} holds an empty string, which every text has; leave it out"
         )
     tokens = [_encode(tokenizer, prompt, end_tokens) for prompt in prompts]
-    texts = [_Text(tokenizer, prompt, stop_strings) for prompt in tokens]
+    first = {row: allowed for row, prompt in enumerate(tokens) if (allowed := _words_after_space(tokenizer, prompt))}
+    first = {row: [token for token in allowed if token < model.config.vocab_size] for row, allowed in first.items()}
+    texts = [_Text(tokenizer, prompt, stop_strings, row in first) for row, prompt in enumerate(tokens)]
+    tokens = [prompt[:-1] if row in first else prompt for row, prompt in enumerate(tokens)]
     stop = frozenset(options.pop("stop", end_tokens))
     ended: set[int] = set()
-    return _pieces(texts, generate_batch(model, tokens, ended=ended, **options), stop, ended)
+    found = generate_batch(model, tokens, ended=ended, first_tokens=first, **options)
+    return _pieces(texts, found, stop, ended)
+
+
+def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+    """Tokens that begin as the prompt's last one does, where that is white space and can be more than itself."""
+    if len(prompt) < 2 or not tokenizer.decode(prompt[-1:]).isspace():
+        return []
+    space = str(tokenizer.id_to_token(prompt[-1]))
+    found = [number for token, number in tokenizer.get_vocab().items() if token.startswith(space)]
+    return sorted(found) if len(found) > 1 else []
 
 
 def _generate(
@@ -180,11 +203,15 @@ class _Text:
     DecodeStream is of no use here: what it holds back at the end cannot be had.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop_strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop_strings: Sequence[str], repeats: bool) -> None:
+        """`repeats`: the first new token takes the place of the prompt's last, and begins with its text."""
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.held = ""  # decoded, but perhaps the beginning of a stop string
         self.is_stopped = False
         self._look_back_on(prompt)
+        if repeats:
+            self.tokens.pop()
+            self.num_old -= 1
 
     def add(self, token: int) -> str:
         return self._until_stop(self._decode(token))

@@ -27,7 +27,6 @@ from torch import Tensor
 
 import mambakit
 from mambakit import ops
-
 from mambakit.ops.ssd import ssd_chunked
 
 from . import cases, recurrences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -80,7 +81,7 @@ def test_cosine_rises_linearly_and_ends_at_the_lowest_rate() -> None:
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert rates[59] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
-    assert all(before >= after for before, after in zip(rates[9:], rates[10:], strict=False))
+    assert all(before >= after for before, after in itertools.pairwise(rates[9:]))
 
 
 def test_the_other_schedules() -> None:

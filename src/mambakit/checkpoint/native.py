@@ -169,7 +169,7 @@ def estimated_bytes(model: MambaLM) -> int:
 
 
 def find(path: Path) -> Path:
-    """The folder with a model that `path` stands for: itself, or of a run its best checkpoint, else its newest good one."""
+    """The model folder that `path` stands for: itself, or of a run its best checkpoint, else its newest good one."""
     if not (path / "checkpoints").is_dir():
         return path
     best = path / "best.json"

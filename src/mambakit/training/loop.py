@@ -1,8 +1,8 @@
 """The training loop: look (evaluate, sample), save, step, until the end.
 
 Everything that happens is a function of what a checkpoint holds: weights, optimizer, random states, carried states and
-`Progress`. A step that is left off half-way is as if it had not begun; an evaluation likewise. So a run that was stopped
-anywhere goes on to the same bits as one that was not.
+`Progress`. A step that is left off half-way is as if it had not begun; an evaluation likewise. So a run that was
+stopped anywhere goes on to the same bits as one that was not.
 """
 
 from __future__ import annotations

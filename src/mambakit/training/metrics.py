@@ -23,9 +23,7 @@ class MetricsFile:
         """Open the file, and take back what was written after its first `length` bytes."""
         found = path.stat().st_size if path.exists() else 0
         if found < length:
-            say(
-                f"{path} has {found} bytes, but {length} were written by the time of the checkpoint; going on after them"
-            )
+            say(f"{path} has {found} bytes, but {length} were there when the checkpoint was made; going on after them")
         self._file = path.open("ab")
         self._file.truncate(min(length, found))
         self._file.seek(0, os.SEEK_END)
