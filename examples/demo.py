@@ -22,7 +22,7 @@ CPU = {
 }  # fmt: skip
 GPU = CPU | {
     "model.kind": "mamba2", "model.d-model": 512, "model.num-layers": 8,
-    "data.sequence-length": 512, "train.batch-tokens": 16384, "train.micro-batch-rows": 8, "train.steps": 1500,
+    "data.sequence-length": 512, "train.batch-tokens": 16384, "train.micro-batch-rows": 8, "train.steps": 800,
     "optim.lr": 3e-3, "optim.warmup-steps": 100,
     "train.eval-every": 250, "train.eval-tokens": 100000, "track.sample-every": 500, "checkpoint.every": 500,
 }  # fmt: skip
