@@ -1,7 +1,8 @@
-"""ModelConfig: presets, formulas, and one message that names every mistake."""
+"""Configs: presets, formulas, layers, and one message that names every mistake."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from mambakit import ConfigError, MambaLM, ModelConfig
+from mambakit.config import read_config, read_yaml, resolve, write_yaml
 from mambakit.presets import MODELS
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
@@ -118,3 +120,76 @@ def test_config_survives_a_round_trip(name: str) -> None:
 def test_config_does_not_load_torch() -> None:
     code = "import sys, mambakit; mambakit.ModelConfig.preset('small'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    assert read_yaml("[3e-4, 1e6, 1E3, 2.5e-1, 1.5, 7, -2e2, 1e5x]") == [3e-4, 10**6, 1000, 0.25, 1.5, 7, -200, "1e5x"]
+    assert [type(value) for value in read_yaml("[1e6, 1.0]")] == [int, float]
+    assert (
+        resolve({"train": {"tokens": read_yaml("1e6")}, "optim": {"lr": read_yaml("1e0"), "min_lr": 0.0}}).train.tokens
+        == 10**6
+    )
+
+
+def test_a_config_survives_being_written_and_read(tmp_path: Path) -> None:
+    for name, preset in MODELS.items():
+        config = resolve({"model": name, "train": {"epochs": 1.5}, "data": "text"}, vocab_size=300)
+        (tmp_path / "config.yaml").write_text(write_yaml(config))
+        (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+        assert resolve(read_config(tmp_path / "config.yaml")) == config, preset
+        assert resolve(read_config(tmp_path / "config.json")) == config
+
+
+def test_all_problems_of_all_sections_are_told_together() -> None:
+    layer = {
+        "model": {"preset": "mamba-130", "d_modl": 3},
+        "optim": {"lr": -1.0, "warmup_steps": 50},
+        "train": {"steps": 10, "batch_tokens": 100},
+        "trian": {},
+    }
+    with pytest.raises(ConfigError) as error:
+        resolve(layer)
+    told = "\n".join(error.value.problems)
+    assert len(error.value.problems) == 6
+    for part in (
+        "no model preset is called 'mamba-130'; did you mean mamba-130m?",
+        "model.d_modl is not a setting; did you mean d_model?",
+        "optim.lr=-1.0: need greater than 0",
+        "optim.warmup_steps=50 is longer than train.steps=10",
+        "train.batch_tokens=100 is not a multiple of data.sequence_length=1024",
+        "trian is not a setting; did you mean train?",
+    ):
+        assert part in told
+
+
+def test_later_layers_win_and_a_run_length_replaces_the_others() -> None:
+    config = resolve({"recipe": "fast"}, {"optim": {"lr": 1.0}}, {"train": {"epochs": 2.0}})
+    assert (config.optim.lr, config.train.steps, config.train.epochs) == (1.0, None, 2.0)
+    with pytest.raises(ConfigError, match="steps and tokens both say how long the run is"):
+        resolve({"train": {"steps": 1, "tokens": 2}})
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"optim": {"min_lr": 1.0}}, "optim.min_lr=1.0 is above lr=0.0003"),
+        ({"optim": {"decay_steps": 3}}, "decay_steps is a setting of schedule=wsd"),
+        ({"train": {"early_stop": 2, "eval_every": 0}}, "early_stop needs evaluations"),
+        ({"train": 5}, "train=5: need settings"),
+        ({"data": {"carry_state": "yes please"}}, "data.carry_state='yes please': need a valid boolean"),
+        ({"train": {"precision": "fp8"}}, "train.precision='fp8': need 'auto', 'fp32', 'bf16' or 'fp16'"),
+    ],
+)
+def test_what_does_not_fit_is_told(layer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(layer)
+
+
+def test_recipes_are_the_ones_promised() -> None:
+    for name, (lr, steps) in {"default": (3e-4, 100_000), "fast": (5e-4, 50_000), "careful": (1e-4, 200_000)}.items():
+        config = resolve({"recipe": name})
+        assert (config.optim.lr, config.train.steps) == (lr, steps)
+    for name, lr in {"130m": 3e-3, "370m": 1.5e-3, "790m": 1.25e-3, "1.4b": 1e-3}.items():
+        config = resolve({"recipe": f"paper-{name}", "model": f"mamba-{name}"})
+        assert (config.optim.lr, config.optim.min_lr, config.train.batch_tokens) == (lr, 1e-5, 2**19)
+        assert config.train.steps is not None and config.optim.warmup_steps == config.train.steps // 10

@@ -1,8 +1,8 @@
 """mambakit trains Mamba language models.
 
-`mambakit.prepare` makes shards of text, and `mambakit.train` a model of shards or text, as `mambakit --help` shows for a
-shell. `mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a folder that holds one,
-and `mambakit.ops` has the operators they are made of.
+`mambakit.prepare` makes shards of text, and `mambakit.train` a model of shards or text; `mambakit --help` has the same
+for a shell. `mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a folder
+with one, and `mambakit.ops` has the operators they are made of.
 """
 
 from __future__ import annotations

@@ -519,7 +519,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config {path} has {path.stat().st_size} bytes; need at most a million")
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+        values = json.loads(text, parse_float=_number) if path.suffix == ".json" else read_yaml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the config {path} cannot be read: {error}") from None
     if values is None:
@@ -530,18 +530,25 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(text: str) -> Any:
-    """YAML's plain values; 3e-4 is a number, as YAML 1.2 and people have it."""
+    """YAML's plain values; 3e-4 and 1e6 are numbers, as YAML 1.2 and people have it."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         pass
 
-    number = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    with_exponent = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
+    Loader.add_implicit_resolver("!number", with_exponent, list("-+.0123456789"))
+    Loader.add_constructor("!number", lambda loader, node: _number(node.value))
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def _number(text: str) -> int | float:
+    """A decimal number; whole if it is written with an exponent and is: 1e6 tokens are a count."""
+    value = float(text)
+    return int(value) if "e" in text.lower() and value.is_integer() and abs(value) < 2**53 else value
 
 
 def write_yaml(config: RunConfig) -> str:
