@@ -120,9 +120,9 @@ def _points(path: str) -> list[tuple[float, float]]:
 
 def test_a_page_shows_every_plot_number_sample_and_setting_of_a_run(tmp_path: Path) -> None:
     records = [_train(step) for step in range(1, 301)]
-    records += [_eval(100, 2.5), _eval(200, 2.25), _eval(300, 2.375), _sample(300, "def ", "def f(x):\n    return x\n")]
+    records += [_eval(100, 2.5), _eval(200, 2.25), _eval(300, 2.375), _sample(300, "def ", "f(x):\n    return x\n")]
     results = [
-        {"model": "step 300", "loss": 2.25, "tokens": 1234567, "window": None},
+        {"model": "step 300", "loss": 2.25, "targets": 1234567, "window": None},
         {"model": "gzip -9", "bits_per_byte": 2.125},
     ]
     evaluation = {
@@ -208,7 +208,7 @@ def test_hostile_text_shows_as_text_wherever_it_stands(tmp_path: Path) -> None:
     page = Page(render([hostile, hostile]))
     assert page.tags.count("script") == 2 and "img" not in page.tags
     assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert page.texts["pre"] == [HOSTILE] * 2
+    assert page.texts["pre"] == [HOSTILE + HOSTILE] * 2
     assert page.texts["title"] == [f"mambakit report: {HOSTILE}, {HOSTILE}"]
     assert "alert(1)" not in page.texts["script"][1]
     assert "<" not in page.texts["script"][0]
@@ -216,13 +216,13 @@ def test_hostile_text_shows_as_text_wherever_it_stands(tmp_path: Path) -> None:
     assert page.plots.keys() == ALL_PLOTS
 
 
-def test_a_sample_keeps_its_first_newline_and_says_its_prompt_once(tmp_path: Path) -> None:
+def test_a_sample_is_its_prompt_and_what_follows_to_the_newline(tmp_path: Path) -> None:
     page = _page(
         _write(tmp_path / "run", [_train(1), _sample(1, "", "\na"), _sample(1, "b", "bc"), _sample(1, "d", "e")])
     )
-    assert page.texts["pre"] == ["\na", "bc", "de"]
+    assert page.texts["pre"] == ["\na", "bbc", "de"]
     assert "<pre><b></b>\na</pre>" in page.source  # a newline right after <pre> would be dropped
-    assert "<pre><b>b</b>c</pre>" in page.source
+    assert "<pre><b>b</b>bc</pre>" in page.source
 
 
 def test_characters_that_a_page_cannot_hold_are_replaced(tmp_path: Path) -> None:

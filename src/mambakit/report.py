@@ -27,7 +27,7 @@ DASH = "–"  # what was not measured
 TRAIN_KEYS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory_bytes", "epoch")
 EVAL_KEYS = ("loss", "perplexity", "bits_per_byte")
 RESULT_KEYS = (
-    "model", "loss", "perplexity", "word_perplexity", "bits_per_byte", "tokens", "bytes", "documents", "window"
+    "model", "loss", "perplexity", "word_perplexity", "bits_per_byte", "targets", "bytes", "documents", "window"
 )  # fmt: skip
 
 Columns = Mapping[str, "array[float]"]  # "step" and one column for each key, all of one length; NaN: not measured
@@ -557,8 +557,7 @@ def _samples(runs: Sequence[RunRecord]) -> str:
 
 
 def _sample(sample: Sample) -> str:
-    prompt, text = _text(sample.prompt), _text(sample.text.removeprefix(sample.prompt))
-    return f'<p class="note">Step {_count(sample.step)}</p><pre><b>{prompt}</b>{text}</pre>'
+    return f'<p class="note">Step {_count(sample.step)}</p><pre><b>{_text(sample.prompt)}</b>{_text(sample.text)}</pre>'
 
 
 def _evaluations(runs: Sequence[RunRecord]) -> str:
@@ -567,7 +566,7 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         for evaluation in run.evaluations:
             about = [run.name] if len(runs) > 1 else []
-            about += [str(evaluation.get(key) or DASH) for key in ("checkpoint", "data", "split", "time")]
+            about += [_words(evaluation.get(key)) for key in ("checkpoint", "data", "split", "time")]
             results = evaluation.get("results")
             rows = [
                 [_result(result.get(key)) for key in RESULT_KEYS]
@@ -576,6 +575,10 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
             ]
             parts.append(f'<p class="note">{_text(" · ".join(about))}</p>{_table(header, rows)}')
     return "<h2>Evaluations</h2>" + "".join(parts) if parts else ""
+
+
+def _words(value: object) -> str:
+    return " ".join(str(part) for part in (value if isinstance(value, list) else [value or DASH]))
 
 
 def _result(value: object) -> str:
