@@ -313,3 +313,60 @@ def test_a_signal_saves_says_how_to_go_on_and_ends_with_75(sent: signal.Signals,
 def test_nothing_is_imported_for_help_that_takes_long() -> None:
     code = "import sys; from mambakit.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "RUN", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0: need a number of at least 0"),
+        (["generate", "RUN", "--prompt", "a", "--top-p", "1.5"], "top_p=1.5"),
+        (["generate", "RUN", "--prompt", "a", "--stop", ""], "holds an empty string"),
+        (["evaluate", "RUN", "--data", "SHARDS", "--batch-rows", "0"], "batch_rows=0"),
+        (["evaluate", "RUN", "--data", "SHARDS", "--max-tokens", "0"], "max_tokens=0"),
+        (["train", "--data", "SHARDS", "--out", "FILE"], "FILE"),
+        (["train", "--data", "SHARDS", "--write-config", "no/such/x.yaml"], "no/such/x.yaml: No such file"),
+        (["train", "--data", "SHARDS", "--out", "new", "--resume", "nothing"], "the checkpoint nothing does not exist"),
+    ],
+)
+def test_more_mistakes_are_told_in_one_message(
+    words: list[str], message: str, run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("")
+    assert main([str(run) if word == "RUN" else str(shards) if word == "SHARDS" else word for word in words]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and "Traceback" not in told.err
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_a_config_may_come_last(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("train:\n  steps: 7\n")
+    out = tmp_path / "b.yaml"
+    assert main(["train", "--write-config", str(out), "--data", str(shards), str(tmp_path / "a.yaml")]) == 0
+    from mambakit.config import read_config
+
+    written = read_config(out)
+    assert written["train"]["steps"] == 7 and written["data"]["path"] == [str(shards)]
+
+
+def test_verify_survives_metrics_that_are_no_records(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    copy = shutil.copytree(run, tmp_path / "run")
+    with (copy / "metrics.jsonl").open("ab") as file:
+        file.write(b"17\n\xff\xfe\n")
+    (copy / "best.json").write_text('{"step": null}')
+    assert main(["verify", str(copy)]) == 2
+    assert capsys.readouterr().out.count("is no record of a step") == 2
+    assert main(["generate", str(copy), "--prompt", "the", "--max-new-tokens", "1"]) == 0
+
+
+def test_a_folder_of_text_with_an_index_of_its_own_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    corpus = make_corpus(tmp_path / "web", 10)
+    (corpus / "index.json").write_text('{"pages": 10}')
+    words = ["train", "--data", str(corpus), "--data.tokenizer", "bytes", "--train.steps", "1", *TINY]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0

@@ -193,3 +193,20 @@ def test_recipes_are_the_ones_promised() -> None:
         config = resolve({"recipe": f"paper-{name}", "model": f"mamba-{name}"})
         assert (config.optim.lr, config.optim.min_lr, config.train.batch_tokens) == (lr, 1e-5, 2**19)
         assert config.train.steps is not None and config.optim.warmup_steps == config.train.steps // 10
+
+
+def test_a_model_by_name_takes_the_whole_place_of_the_one_before() -> None:
+    for before, after in (
+        ("mamba-130m", "mamba-370m"),
+        ("mamba2-130m", "mamba-130m"),
+        ("falcon-mamba-7b", "mamba2-130m"),
+    ):
+        written = resolve({"model": before}, vocab_size=300).to_json()
+        assert (
+            resolve(written, {"model": after}, vocab_size=300).model == resolve({"model": after}, vocab_size=300).model
+        )
+
+
+def test_a_section_without_settings_changes_nothing() -> None:
+    config = resolve({"train": {"steps": 10}, "model": "mamba-130m"}, {"train": None, "model": None, "optim": None})
+    assert (config.train.steps, config.model.d_model) == (10, 768)

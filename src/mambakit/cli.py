@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import io
 import json
 import os
 import sys
@@ -75,6 +76,8 @@ def _value(text: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from .evaluate import Evaluation
+
     SettingsFlags = Mapping[str, Mapping[str, Any]]
 else:
     SettingsFlags = _flags()
@@ -145,8 +148,11 @@ def train(
       mambakit train --data shards --out tuned --init-from run --optim.lr 1e-4
       mambakit train --data shards --model mamba-130m --recipe paper-130m --write-config run.yaml
     """
+    # A flag that takes several words takes the config too, if that comes last.
     if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
-        config, resume = Path(resume[-1]), resume[:-1]  # --resume CONFIG: a checkpoint is a folder, a config is not
+        config, resume = Path(resume[-1]), resume[:-1]
+    if len(data) > 1 and config is None and Path(data[-1]).suffix in (".yaml", ".yml"):
+        config, data = Path(data[-1]), data[:-1]
     file = read_config(config) if config is not None else {}
     named = {
         "recipe": recipe,
@@ -206,16 +212,22 @@ def evaluate(
     from .evaluate import evaluate as run
     from .evaluate import keep_in_run
 
-    if window is not None and window < 1:
-        raise ConfigError(f"--window {window}: need at least 1")
     found = run(
         native.find(checkpoint), data, split=split, window=window, baselines=baseline, samples=samples,
         max_tokens=max_tokens, batch_rows=batch_rows, device=device,
     )  # fmt: skip
-    keep_in_run(checkpoint, found)
     if json:
         _print_json(found.to_json())
-        return 0
+    else:
+        _print_evaluation(found)
+    try:
+        keep_in_run(checkpoint, found)
+    except OSError as error:
+        say(f"the evaluation could not be noted in {checkpoint}: {error.strerror}")
+    return 0
+
+
+def _print_evaluation(found: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -232,7 +244,6 @@ def evaluate(
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     for sample in found.samples:
         _print(f"\n{sample['prompt']}|{sample['text']}")
-    return 0
 
 
 def generate(
@@ -355,6 +366,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. 0: done; 2: a mistake of the person's, told in one message; 75: stopped after saving; 1: a fault."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # text that the terminal has no letters for is no reason to fail
+            stream.reconfigure(errors="replace")
     if arguments == ["--version"]:
         _print(f"mambakit {__version__}")
         return 0
@@ -377,6 +391,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return 130
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        say(f"mambakit: {error.filename}: {error.strerror}")
+        return 2
     except OSError as error:
         if not is_full(error):
             raise

@@ -352,7 +352,9 @@ class TrackConfig(Settings):
 class ParallelConfig(Settings):
     """Where the run computes."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: the GPU where there is one")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        "auto", description="auto: the CUDA GPU where there is one, else the CPU"
+    )
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; what torch chooses unless set")
 
 
@@ -437,7 +439,10 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
     values: dict[str, Any] = {}
     problems: list[str] = []
     for layer in ({"model": "small"}, *layers):
-        values = merge(values, _without_presets(layer, problems))
+        given = _without_presets(layer, problems)
+        if _names_model(layer):  # a model by name takes the whole place of the one before
+            values.pop("model", None)
+        values = merge(values, given)
     model = dict(values.get("model") or {})
     if model.get("vocab_size") is None:
         model["vocab_size"] = vocab_size or UNKNOWN_VOCABULARY
@@ -467,6 +472,11 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
 
 def _is_named(key: str, problems: Sequence[str]) -> bool:
     return any(re.match(rf"{re.escape(key)}\b", problem) for problem in problems)
+
+
+def _names_model(layer: Mapping[str, Any]) -> bool:
+    model = layer.get("model")
+    return isinstance(model, str) or (isinstance(model, Mapping) and model.get("preset") is not None)
 
 
 def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -501,6 +511,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings, those of `over` winning. A run length replaces the other ways to say it."""
     merged = dict(base)
     for name, value in over.items():
+        if value is None:  # a section without settings, as in a file with all its lines commented out
+            continue
         if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
             section = dict(merged[name])
             if name == "train" and any(value.get(length) is not None for length in TrainConfig.LENGTHS):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from .checkpoint import CheckpointError, load
+from .checkpoint import CheckpointError, load, native
 from .data.lanes import Range, document_ranges, lanes
 from .data.loader import Batch
 from .data.prepare import prepare
@@ -137,6 +137,10 @@ def evaluate(
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r} does not exist; choose one of {', '.join(SPLITS)}")
+    if batch_rows < 1 or (max_tokens is not None and max_tokens < 2) or (window is not None and window < 1):
+        raise UserError(
+            f"batch_rows={batch_rows}, max_tokens={max_tokens}, window={window}: need at least 1, 2 and 1 of them"
+        )
     place = choose_device(device)
     loaded = load(model)
     if loaded.tokenizer is None:
@@ -177,9 +181,10 @@ class _Text:
         if sum(end - begin for begin, end in ranges) == len(stream) and counts.bytes:
             self.num_bytes, self.num_words = counts.bytes, counts.words
         else:
-            texts = list(self.documents())
-            self.num_bytes = sum(len(text.encode()) for text in texts)
-            self.num_words = sum(len(text.split()) for text in texts)
+            self.num_bytes = self.num_words = 0
+            for text in self.documents():
+                self.num_bytes += len(text.encode())
+                self.num_words += len(text.split())
 
     def documents(self) -> Iterator[str]:
         """Each document's text, without the token that ends it."""
@@ -190,6 +195,10 @@ class _Text:
             yield str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
     def result(self, name: str, found: Score, vocab_size: int, window: int | None) -> Result:
+        if found.targets == 0:
+            raise UserError("the text has no token to predict: its documents have one token each")
+        if not math.isfinite(found.loss_sum):
+            raise UserError(f"the loss of {name} is {found.loss_sum}: its weights are not finite, or overflow")
         nats = found.loss_sum + len(self.ranges) * math.log(vocab_size)
         return Result(
             model=name,
@@ -237,7 +246,7 @@ def _evaluate_ours(name: str, model: MambaLM, text: _Text, dtype: torch.dtype, r
     with progress(f"evaluating {name}", total, "tokens") as advance:
         batches = lanes(text.stream, text.ranges, rows, LENGTH, window)
         found = score(model, batches, dtype=dtype, after_batch=advance)
-    return text.result(name, found, model.config.vocab_size, window)
+    return text.result(name, found, text.stream.index.vocab_size, window)
 
 
 def _evaluate_baseline(
@@ -251,7 +260,7 @@ def _evaluate_baseline(
 ) -> Result:
     if name == "gzip":
         return _evaluate_gzip(text)
-    folder = Path(name) if Path(name).is_dir() else _download(name)
+    folder = native.find(Path(name)) if Path(name).is_dir() else _download(name)
     tokenizer_file = folder / TOKENIZER
     if not tokenizer_file.is_file():
         raise CheckpointError(f"the baseline {name} has no tokenizer.json; it cannot be given the same text")
@@ -325,7 +334,7 @@ def _evaluate_foreign(
                 loss_sum += float(loss)
                 targets += tokens.shape[1] - 1
                 advance(tokens.shape[1] - 1)
-    return text.result(name, Score(loss_sum, targets), int(model.config.vocab_size), context)
+    return text.result(name, Score(loss_sum, targets), text.stream.index.vocab_size, context)
 
 
 def _samples(model: MambaLM, text: _Text, end_tokens: Sequence[int], count: int) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .files import UserError
 from .model import LayerState, MambaLM, State
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def generate_text(
     """
     for name, strings in ("prompts", prompts), ("stop_strings", stop_strings):
         if isinstance(strings, str):
-            raise ValueError(f"{name}={strings!r} is one string; need several: give [{strings!r}]")
+            raise UserError(f"{name}={strings!r} is one string; need several: give [{strings!r}]")
     if "" in stop_strings:
-        raise ValueError(
+        raise UserError(
             f"stop_strings={list(stop_strings)!r} holds an empty string, which every text has; leave it out"
         )
     tokens = [_encode(tokenizer, prompt, end_tokens) for prompt in prompts]
@@ -267,7 +268,7 @@ def _pieces(
 def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> list[int]:
     tokens = tokenizer.encode(prompt).ids or (list(end_tokens[:1]) if prompt == "" else [])
     if not tokens:
-        raise ValueError(
+        raise UserError(
             f"the prompt {prompt!r} has no token to start from; give text that the tokenizer knows, "
             "or, for an empty prompt, end_tokens"
         )
@@ -296,4 +297,4 @@ def _check(
     }
     wrong = [message for message, is_wrong in problems.items() if is_wrong]
     if wrong:
-        raise ValueError("; ".join(wrong))
+        raise UserError("; ".join(wrong))

@@ -36,16 +36,18 @@ def _verify_metrics(path: Path) -> Iterator[str]:
         yield f"{path} is missing"
         return
     steps: set[int] = set()
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
             except ValueError:
-                yield f"{path}: line {number} is no JSON"
-                continue
-            if record.get("type") == "train":
-                if record["step"] in steps:
-                    yield f"{path}: step {record['step']} is there twice"
-                steps.add(record["step"])
+                record = None
+            step = record.get("step") if isinstance(record, dict) else None
+            if not isinstance(record, dict) or not isinstance(step, int):
+                yield f"{path}: line {number} is no record of a step"
+            elif record.get("type") == "train":
+                if step in steps:
+                    yield f"{path}: step {step} is there twice"
+                steps.add(step)
     if steps and steps != set(range(1, max(steps) + 1)):
         yield f"{path}: of {max(steps)} steps, {max(steps) - len(steps)} are missing"

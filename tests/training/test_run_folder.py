@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,14 +19,18 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_model
-from runs import metrics, settings, state_bytes
+from runs import make_corpus, metrics, settings, state_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mambakit
 from mambakit.checkpoint import CheckpointError, native
 from mambakit.config import ConfigError
-from mambakit.files import NoSpaceError, UserError
+from mambakit.data.prepare import prepare
+from mambakit.evaluate import Score
+from mambakit.files import NoSpaceError, UserError, lock
+from mambakit.training import loop as loop_module
 from mambakit.training.run import train
+from mambakit.training.stopping import Stopper
 from mambakit.verify import verify
 
 KILLS = int(os.environ.get("MAMBAKIT_TEST_KILLS", "8"))
@@ -224,8 +229,8 @@ def _small_disk(place: Path, size: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk as Linux does")
 def test_a_real_disk_that_fills_up(shards: Path, tmp_path: Path) -> None:
-    with _small_disk(tmp_path / "disk", 2**20):
-        config = settings(shards, checkpoint={"every": 2, "keep_last": 99})
+    with _small_disk(tmp_path / "disk", 2 * 2**20):
+        config = settings(shards, checkpoint={"every": 1, "keep_last": 99}, train={"steps": 25})
         command = [sys.executable, "-m", "mambakit", "train", "--out", str(tmp_path / "disk/run"), "--resume"]
         (tmp_path / "config.json").write_text(json.dumps(config))
         done = subprocess.run([*command, str(tmp_path / "config.json")], capture_output=True, text=True, timeout=120)
@@ -334,3 +339,144 @@ def test_bf16_trains_on_a_cpu(shards: Path, tmp_path: Path) -> None:
         losses = [record["loss"] for record in metrics(tmp_path / kind) if record["type"] == "train"]
         assert losses[-1] < 0.8 * losses[0]
         assert mambakit.load(tmp_path / kind / "checkpoints/step_00000030").model.lm_head.weight.dtype == torch.float32
+
+
+def stop_before(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for a stop just before the n-th look at the stopper."""
+    looks = 0
+    check = Stopper.check
+
+    def counted(self: Stopper) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == number:
+            self.signal_name = "SIGTERM"
+        check(self)
+
+    monkeypatch.setattr(Stopper, "check", counted)
+
+
+def test_a_tuned_run_that_stops_at_once_keeps_the_weights_it_began_with(
+    finished: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {key: value for key, value in settings(shards).items() if key != "model"}
+    train(config, out=tmp_path / "whole", init_from=finished)
+    stop_before(1, monkeypatch)
+    assert train(config, out=tmp_path / "run", init_from=finished).step == 0
+    train({}, out=tmp_path / "run", resume=True)
+    assert state_bytes(tmp_path / "run", 12) == state_bytes(tmp_path / "whole", 12)
+
+
+def test_a_stop_in_the_last_evaluation_is_no_end(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(shards, train={"eval_every": 100}, track={"sample_every": 0}, checkpoint={"every": 100})
+    train(config, out=tmp_path / "whole")
+    stop_before(2 * 12 + 1, monkeypatch)
+    result = train(config, out=tmp_path / "run")
+    assert (result.step, result.stopped_by) == (12, "SIGTERM")
+    monkeypatch.undo()
+    assert train({}, out=tmp_path / "run", resume=True).stopped_by is None
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert (tmp_path / "run/best.json").read_bytes() == (tmp_path / "whole/best.json").read_bytes()
+
+
+def test_a_resume_that_is_refused_moves_nothing(shards: Path, tmp_path: Path) -> None:
+    train(settings(shards, checkpoint={"keep_last": 9}), out=tmp_path / "run")
+    before = native.checkpoints(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="came from other data"):
+        train({"data": {"seed": 9}}, out=tmp_path / "run", resume=tmp_path / "run/checkpoints/step_00000006")
+    assert native.checkpoints(tmp_path / "run") == before
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
+    finished: Path, shards: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for folder in native.checkpoints(run):
+        _flip(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint of .* can be used"):
+        train(settings(shards), out=run, resume=True)
+    assert len(native.checkpoints(run)) == len(native.checkpoints(finished))
+
+
+def test_a_run_on_text_goes_on_although_the_text_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    corpus = make_corpus(tmp_path / "corpus")
+    config = settings(corpus, data={"tokenizer": "train:300"}, train={"steps": 4})
+    train(config, out=corpus / "run")  # inside the text: its own files are none
+    (corpus / "more.txt").write_text("a new note")
+    monkeypatch.chdir(tmp_path / "cache")
+    assert train({"train": {"steps": 6}}, out=corpus / "run", resume=True).step == 6
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([math.nan, 5.0, math.nan])
+    monkeypatch.setattr(loop_module, "score", lambda *a, **k: Score(next(losses), 1))
+    result = train(settings(shards, track={"sample_every": 0}), out=tmp_path / "run")
+    assert result.best_loss == 5.0
+    evals = [record["loss"] for record in metrics(tmp_path / "run") if record["type"] == "eval"]
+    assert evals == [None, 5.0, None]
+
+
+def test_batches_that_end_early_lose_no_step(tmp_path: Path) -> None:
+    model = {"kind": "mamba1", "d_model": 8, "num_layers": 1, "vocab_size": 20}
+    config: dict[str, Any] = {"model": model, "train": {"steps": 9}, "parallel": {"device": "cpu"}}
+    batches = [torch.randint(0, 20, (2, 9)) for _ in range(3)]
+    with pytest.raises(UserError, match="the batches ended at step 3 of 9; the run is saved"):
+        train(config, batches, out=tmp_path / "run")
+    assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
+    with pytest.raises(ConfigError, match="set model.vocab_size"):
+        train({"model": "small", "train": {"steps": 9}}, batches, out=tmp_path / "other")
+
+
+def test_tokens_left_are_counted_at_the_batch_of_now(shards: Path, tmp_path: Path) -> None:
+    length: dict[str, Any] = {"steps": None, "tokens": 2048}
+    config = settings(shards, train=length, track={"sample_every": 0})
+    assert train(config, out=tmp_path / "run").total_steps == 8
+    longer = {"train": {"tokens": 4096, "batch_tokens": 512}}
+    assert train(longer, out=tmp_path / "run", resume=True).total_steps == 8 + 4
+
+
+def test_a_run_may_branch_off_another_ones_checkpoint(finished: Path, shards: Path, tmp_path: Path) -> None:
+    named = finished / "checkpoints/step_00000009"
+    train(settings(shards), out=tmp_path / "branch", resume=named)
+    assert metrics(tmp_path / "branch") == metrics(finished)
+    assert not list(verify(tmp_path / "branch"))
+    with pytest.raises(UserError, match="is a checkpoint of another run"):
+        train(settings(shards), out=tmp_path / "branch", resume=named)
+
+
+def test_who_comes_second_leaves_the_folder_to_the_first(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with lock(tmp_path / "run/lock"), pytest.raises(UserError, match="is being trained by another process"):
+        train({"data": "nowhere"}, out=tmp_path / "run")
+    assert (tmp_path / "run/lock").exists()
+
+
+def test_foreign_metrics_are_not_overwritten(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("mine\n")
+    with pytest.raises(UserError, match="exists; go on with it by --resume"):
+        train(settings(shards), out=tmp_path / "run")
+    assert (tmp_path / "run/metrics.jsonl").read_text() == "mine\n"
+
+
+def test_what_only_the_data_can_tell_is_checked_too(shards: Path, tmp_path: Path) -> None:
+    config = settings(shards, optim={"warmup_steps": 50}, train={"steps": None, "tokens": 1024})
+    with pytest.raises(ConfigError, match="longer than the run of 4 steps"):
+        train(config, out=tmp_path / "run")
+    prepare([make_corpus(tmp_path / "corpus", 3)], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    with pytest.raises(ConfigError, match="early_stop needs a validation split"):
+        train(settings(tmp_path / "shards", train={"early_stop": 2}), out=tmp_path / "run")
+
+
+def test_a_file_that_cannot_be_read_is_one_problem_of_its_checkpoint(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(native, "checksum", broken)
+    problems = list(native.verify(finished / "checkpoints/step_00000012"))
+    assert problems and all("cannot be read: Input/output error" in problem for problem in problems)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from ..config import ModelConfig
 from ..model import MambaLM
 from . import huggingface, state_spaces
 from .files import CheckpointError, read_json
@@ -81,6 +82,14 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
     return LoadedModel(
         model.eval(), _read_tokenizer(folder / "tokenizer.json"), _end_tokens(values.get("eos_token_id"))
     )
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """What model a folder holds, without its weights."""
+    values = read_json(Path(path) / "config.json")
+    if state_spaces.is_state_spaces(values):
+        return state_spaces.config_from_state_spaces(values)
+    return huggingface.config_from_huggingface(values)
 
 
 def _end_tokens(eos: Any) -> tuple[int, ...]:

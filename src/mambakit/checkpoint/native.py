@@ -105,8 +105,14 @@ def verify(folder: Path) -> Iterator[str]:
             yield f"{path} is missing"
         elif path.stat().st_size != expected.get("bytes"):
             yield f"{path} has {path.stat().st_size} bytes; need {expected.get('bytes')}"
-        elif checksum(path) != expected.get("sha256"):
-            yield f"{path} differs from what was written: its checksum is not the manifest's"
+        else:
+            try:
+                found = checksum(path)
+            except OSError as error:
+                yield f"{path} cannot be read: {error.strerror}"
+                continue
+            if found != expected.get("sha256"):
+                yield f"{path} differs from what was written: its checksum is not the manifest's"
 
 
 def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:
@@ -122,6 +128,8 @@ def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:
 
 def read_state(folder: Path) -> TrainState:
     """What `write` saved in train/."""
+    if not folder.is_dir():
+        raise CheckpointError(f"the checkpoint {folder} does not exist")
     if not (folder / "train").is_dir():
         raise CheckpointError(f"{folder} holds a model, but no training to go on from; start with --init-from {folder}")
     return TrainState(
@@ -174,9 +182,9 @@ def find(path: Path) -> Path:
         return path
     best = path / "best.json"
     if best.is_file():
-        folder = folder_of(path, int(read_json(best, CheckpointError).get("step", -1)))
-        if folder.is_dir() and not list(verify(folder)):
-            return folder
+        step = read_json(best, CheckpointError).get("step")
+        if isinstance(step, int) and folder_of(path, step).is_dir() and not list(verify(folder_of(path, step))):
+            return folder_of(path, step)
     newest, _ = newest_good(path)
     if newest is None:
         raise CheckpointError(f"the run {path} has no checkpoint yet")
@@ -187,6 +195,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     states = {"random/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["random/cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["random/mps"] = torch.mps.get_rng_state()
     return states
 
 
@@ -194,3 +204,5 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
     torch.set_rng_state(states["random/cpu"])
     if device.type == "cuda" and "random/cuda" in states:
         torch.cuda.set_rng_state(states["random/cuda"], device)
+    elif device.type == "mps" and "random/mps" in states:
+        torch.mps.set_rng_state(states["random/mps"])

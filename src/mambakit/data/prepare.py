@@ -65,12 +65,14 @@ def prepare(
     strict: bool = False,
     layout: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    leave_out: Path | None = None,
 ) -> Index:
     """Make a folder of shards from files and folders of text; returns its index.
 
     `tokenizer` is `bytes`, a tokenizer.json, a Hugging Face name, or `train:VOCAB`. Where documents are many, the same
     file always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be read
     an error. `layout` is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named.
+    The folder `leave_out`, somewhere inside the sources, is passed over.
     """
     out = Path(out)
     if not 0 <= val_fraction < 1:
@@ -82,7 +84,7 @@ def prepare(
     check_spec(tokenizer)
     workers = workers or os.cpu_count() or 1
     with new_folder(out, shards.ShardError) as beside:
-        read = [_scan(str(source)) for source in sources]
+        read = [_scan(str(source), leave_out) for source in sources]
         _check_sources(read, strict)
         opened = open_tokenizer(tokenizer, _sample(read, val_fraction))
         chosen = LAYOUTS[layout or ("packed32" if vocab_size(opened) <= 2**16 else "wide64")]
@@ -112,10 +114,10 @@ def prepare(
     return index
 
 
-def _scan(name: str) -> Source:
+def _scan(name: str, leave_out: Path | None = None) -> Source:
     """Look at every file of a source: is it text?"""
     source = Source(name)
-    entries = list(list_files(name))
+    entries = list(list_files(name, leave_out))
     files = [entry for entry in entries if isinstance(entry, SourceFile)]
     source.skipped = [entry for entry in entries if isinstance(entry, Skipped)]
     with progress(f"looking through {name}", sum(file.size for file in files), "MB", 1e6) as advance:
@@ -265,7 +267,7 @@ def _write(
     return {split: SplitCounts(**count) for split, count in counts.items()}
 
 
-def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float) -> Path:
+def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float, leave_out: Path | None = None) -> Path:
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
     seen = hashlib.sha256(json.dumps([__version__, shards.VERSION, tokenizer, val_fraction]).encode())
@@ -274,7 +276,7 @@ def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float)
             seen.update(path.read_bytes())
     for source in sources:
         seen.update(os.fsencode(os.path.abspath(source)))
-        for entry in list_files(source):
+        for entry in list_files(source, leave_out):
             seen.update(os.fsencode(entry.path))
             with contextlib.suppress(OSError):  # of a file that cannot be read
                 seen.update(repr((entry.path.stat().st_size, entry.path.stat().st_mtime_ns)).encode())
@@ -283,7 +285,7 @@ def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float)
         say(f"the shards of this text are in {folder} already")
     else:
         try:
-            prepare(sources, folder, tokenizer=tokenizer, val_fraction=val_fraction)
+            prepare(sources, folder, tokenizer=tokenizer, val_fraction=val_fraction, leave_out=leave_out)
         except shards.ShardError:
             if not shards.is_shards(folder):  # made meanwhile by another process
                 raise

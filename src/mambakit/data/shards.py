@@ -129,7 +129,11 @@ class Index(Settings):
 
 
 def is_shards(path: Path) -> bool:
-    return (path / INDEX).is_file()
+    """Whether a folder says that it holds shards; a folder of text may have an index.json of its own."""
+    try:
+        return (path / INDEX).is_file() and read_json(path / INDEX).get("format") == FORMAT
+    except UserError:
+        return any(path.glob("train-*.bin"))  # a broken index is told by whoever reads it
 
 
 def read_index(folder: Path) -> Index:

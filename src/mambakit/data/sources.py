@@ -34,8 +34,9 @@ class Skipped:
     reason: str
 
 
-def list_files(source: str) -> Iterator[SourceFile | Skipped]:
-    """All files of a source, sorted. Hidden files and folders are passed over, links to folders not followed."""
+def list_files(source: str, leave_out: Path | None = None) -> Iterator[SourceFile | Skipped]:
+    """All files of a source, sorted. Hidden files and folders are passed over, as is the folder `leave_out`, and links
+    to folders are not followed."""
     if source.startswith("hf:"):
         raise UserError(f"{source}: Hugging Face datasets cannot be read yet; give files or folders of text")
     path = Path(source)
@@ -46,12 +47,14 @@ def list_files(source: str) -> Iterator[SourceFile | Skipped]:
     if is_file:
         yield _entry(path, path.name)
     elif is_folder:
-        yield from _walk(path, path)
+        yield from _walk(path, path, os.path.realpath(leave_out) if leave_out else None)
     else:
         raise UserError(f"{source} does not exist; give a file or folder of text, or a folder of shards")
 
 
-def _walk(folder: Path, root: Path) -> Iterator[SourceFile | Skipped]:
+def _walk(folder: Path, root: Path, leave_out: str | None) -> Iterator[SourceFile | Skipped]:
+    if leave_out is not None and os.path.realpath(folder) == leave_out:
+        return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -68,7 +71,7 @@ def _walk(folder: Path, root: Path) -> Iterator[SourceFile | Skipped]:
             yield Skipped(path, f"cannot be read: {error.strerror}")
             continue
         if is_folder:
-            yield from _walk(path, root)
+            yield from _walk(path, root, leave_out)
         elif is_file:  # a link to a file is read; sockets and pipes are not
             yield _entry(path, path.relative_to(root).as_posix())
         elif leads_nowhere:

@@ -26,7 +26,7 @@ from ..data.loader import Batch
 from ..data.shards import TokenStream
 from ..device import autocast
 from ..evaluate import score
-from ..files import replace_json
+from ..files import UserError, replace_json
 from ..generate import generate_text
 from ..model import LayerState, MambaLM, Output, State
 from .display import Display
@@ -78,7 +78,9 @@ class Run:
     stopper: Stopper
     progress: Progress = dataclasses.field(default_factory=Progress)
     carried: State | None = None  # (rows of a batch) with data.carry_state
-    saved_step: int = 0
+    saved_step: int = -1  # of the newest checkpoint; -1 where there is none
+    epoch_rows: int | None = None
+    save_at_once: bool = False  # weights that came from elsewhere cannot be made again from the seed
 
     @property
     def stopped_early(self) -> bool:
@@ -87,7 +89,8 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return self.progress.step >= self.total_steps or self.stopped_early
+        at_end = self.progress.step >= self.total_steps or self.stopped_early
+        return at_end and self.progress.looked_at == self.progress.step
 
 
 def loop(run: Run) -> None:
@@ -100,6 +103,7 @@ def loop(run: Run) -> None:
                     if is_save_due(run):
                         save(run)
                     if run.is_done:
+                        tidy(run)
                         return
                     step(run)
             except StopRequested:
@@ -113,7 +117,10 @@ def step(run: Run) -> None:
     """One optimizer step over a whole batch, in micro-batches."""
     config, progress = run.config, run.progress
     begin = time.perf_counter()
-    batch = next(run.batches)
+    batch = next(run.batches, None)
+    if batch is None:
+        save(run)
+        raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; the run is saved")
     random = native.random_states(run.device)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
     try:
@@ -192,7 +199,7 @@ def _record_step(run: Run, loss: float, norm: float, rate: float, num_tokens: in
         "lr": rate,
         "grad_norm": norm,
         "tokens": run.progress.tokens,
-        "epoch": run.progress.tokens / len(run.train_data) if run.train_data else None,
+        "epoch": run.progress.next_row / run.epoch_rows if run.epoch_rows else None,
         "tokens_per_second": num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device),
@@ -245,7 +252,7 @@ def _evaluate(run: Run) -> dict[str, Any]:
 
 def _note_best(run: Run, loss: float) -> None:
     progress = run.progress
-    if progress.best_loss is None or loss < progress.best_loss:
+    if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step, progress.evaluations_without_gain = loss, progress.step, 0
     else:
         progress.evaluations_without_gain += 1
@@ -279,18 +286,25 @@ def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
 def is_save_due(run: Run) -> bool:
     step, config = run.progress.step, run.config.checkpoint
     is_best = config.keep_best and run.progress.best_step == step
-    return step != run.saved_step and (run.is_done or step % config.every == 0 or is_best)
+    is_regular = step % config.every == 0 if step else run.save_at_once
+    return step != run.saved_step and (run.is_done or is_regular or is_best)
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the last finished step, unless there is one; then delete those no longer kept."""
-    progress, config = run.progress, run.config.checkpoint
+    """Write a checkpoint of the last finished step, unless there is one."""
+    progress = run.progress
     if progress.step != run.saved_step:
         run.display.doing("saving")
         folder = native.write(run.folder, progress.step, run.model, run.tokenizer, run.end_tokens, _state(run))
         run.saved_step = progress.step
         run.display.say(f"step {progress.step}: saved in {folder}")
         run.display.doing("training")
+    tidy(run)
+
+
+def tidy(run: Run) -> None:
+    """Say which checkpoint is the best, and delete those that are no longer kept."""
+    progress, config = run.progress, run.config.checkpoint
     best = progress.best_step if config.keep_best else None
     if best is not None and native.folder_of(run.folder, best).is_dir():
         replace_json(run.folder / "best.json", {"step": best, "loss": progress.best_loss})

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..checkpoint import CheckpointError, huggingface, load, native
+from ..checkpoint.loading import read_config as read_model_config
 from ..checkpoint.native import TrainState
-from ..config import ConfigError, RunConfig, read_config, resolve, write_yaml
+from ..config import UNKNOWN_VOCABULARY, ConfigError, RunConfig, read_config, resolve, write_yaml
 from ..data.lanes import document_ranges
 from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
@@ -90,7 +91,10 @@ def train_layers(
     if out is None and resume:
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
     folder = Path(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    layers = [*_stored_layers(folder, resume), *_layers_of_model(init_from), *layers]
+    stored = _stored_layers(folder, resume)
+    if stored:
+        init_from = None  # the run has begun; its weights are in its checkpoints
+    layers = [*stored, *_layers_of_model(init_from), *layers]
     config = resolve(*layers)  # every mistake is told before anything is made or read
     if not config.data.path and batches is None:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
@@ -118,12 +122,15 @@ def _result(run: Run) -> Result:
 
 def _stored_layers(folder: Path, resume: bool | str | Path) -> list[Mapping[str, Any]]:
     """The settings of the run as it was, under those given now."""
-    exists = (folder / "config.json").exists() or native.checkpoints(folder)
+    checkpoints = native.checkpoints(folder)
+    exists = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists() or checkpoints
     if exists and not resume:
         raise UserError(f"the run {folder} exists; go on with it by --resume, or choose another --out")
     if not isinstance(resume, bool):
         return [native.read_state(Path(resume)).config]
-    return [read_config(folder / "config.json")] if (folder / "config.json").exists() else []
+    if (folder / "config.json").exists():
+        return [read_config(folder / "config.json")]
+    return [native.read_state(checkpoints[0]).config] if checkpoints else []
 
 
 def _layers_of_model(init_from: str | Path | None) -> list[Mapping[str, Any]]:
@@ -131,7 +138,7 @@ def _layers_of_model(init_from: str | Path | None) -> list[Mapping[str, Any]]:
     if init_from is None:
         return []
     source = native.find(Path(init_from))
-    model = load(source).model.config.model_dump()
+    model = read_model_config(source).model_dump()
     tokenizer = source / TOKENIZER
     return [{"model": model} | ({"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {})]
 
@@ -143,14 +150,15 @@ def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock(folder / "lock"):
-            yield
+            try:
+                yield
+            finally:
+                if is_new and {path.name for path in folder.iterdir()} <= {"lock"}:
+                    shutil.rmtree(folder, ignore_errors=True)
     except LockedError as error:
         raise UserError(
             f"the run {folder} is being trained by another process ({error}); wait for it, or stop it"
         ) from None
-    finally:
-        if is_new and {path.name for path in folder.iterdir()} <= {"lock"}:
-            shutil.rmtree(folder)
 
 
 def _open(
@@ -162,7 +170,9 @@ def _open(
 ) -> Run:
     checkpoint = _find_checkpoint(folder, resume)
     state = native.read_state(checkpoint) if checkpoint else None
-    data = _open_data(resolve(*layers)) if resolve(*layers).data.path else None
+    data = _open_data(resolve(*layers), folder) if resolve(*layers).data.path else None
+    if data:  # where the shards are, so that a resumed run finds them although the text has changed since
+        layers = [*layers, {"data": {"path": [str(data.absolute())]}}]
     config = resolve(*layers, vocab_size=read_index(data).vocab_size if data else None)
     device = choose_device(config.parallel.device)
     dtype = choose_dtype(config.train.precision, device)
@@ -184,8 +194,10 @@ def _open(
     train_data = TokenStream(data, "train") if data and batches is None else None
     val_data = TokenStream(data, "val") if data else None
     loader = Loader(train_data, config.data, config.batch_rows, next_row=progress.next_row) if train_data else None
-    total_steps = _total_steps(config, loader)
+    total_steps = _total_steps(config, loader, progress)
     _check_same_data(state, loader, checkpoint)
+    _check_length(config, total_steps, val_data)
+    _make_room(folder, checkpoint, state)
     run = Run(
         folder=folder,
         config=config,
@@ -209,53 +221,78 @@ def _open(
         stopper=Stopper(),
         progress=progress,
         carried=_carried(state, device) if state else None,
-        saved_step=progress.step if checkpoint and checkpoint.parent.parent == folder else 0,
+        saved_step=progress.step if checkpoint and checkpoint.parent.parent == folder else -1,
+        epoch_rows=loader.epoch_rows if loader else None,
+        save_at_once=init_from is not None,
     )
     replace_json(folder / "config.json", config.to_json())
     _introduce(run, checkpoint, state)
     if state:
-        run.scaler.load_state_dict(state.values["scaler"])
+        if state.values["scaler"]:  # empty after a run without one
+            run.scaler.load_state_dict(state.values["scaler"])
         native.restore_random_states(state.tensors, device)
     return run
 
 
 def _find_checkpoint(folder: Path, resume: bool | str | Path) -> Path | None:
-    """The checkpoint to go on from. Newer ones, bad or not, are moved out of the way of those to come."""
+    """The checkpoint to go on from: the newest good one, or the one named."""
     native.remove_abandoned(folder)
     if not resume:
         return None
     if isinstance(resume, bool):
         chosen, bad = native.newest_good(folder)
-        for path, problems in bad.items():
-            say(f"{path.name} is damaged: {'; '.join(problems)}")
-        if bad:
-            say(f"going on from {chosen.name} instead" if chosen else "there is no other checkpoint; starting anew")
-    else:
-        chosen = folder / "checkpoints" / Path(resume).name
-        if not chosen.exists() or not chosen.samefile(resume):
-            chosen = Path(resume)
-        if problems := list(native.verify(chosen)):
-            raise CheckpointError(f"{chosen} is damaged: {'; '.join(problems)}")
-    last = native.step_of(chosen) if chosen else -1
+        told = [f"{path.name} is damaged: {'; '.join(problems)}" for path, problems in bad.items()]
+        if bad and chosen is None:
+            raise CheckpointError(
+                "\n".join(
+                    [f"no checkpoint of {folder} can be used; remove {folder / 'checkpoints'} to begin anew", *told]
+                )
+            )
+        for line in told:
+            say(line)
+        if bad and chosen:
+            say(f"going on from {chosen.name} instead")
+        return chosen
+    chosen = folder / "checkpoints" / Path(resume).name
+    if not chosen.exists() or not chosen.samefile(resume):
+        chosen = Path(resume)
+        if native.checkpoints(folder):
+            raise UserError(f"{resume} is a checkpoint of another run than {folder}; go on from it in a new --out")
+    if problems := list(native.verify(chosen)):
+        raise CheckpointError(f"{chosen} is damaged: {'; '.join(problems)}")
+    return chosen
+
+
+def _make_room(folder: Path, checkpoint: Path | None, state: TrainState | None) -> None:
+    """Move checkpoints newer than the one to go on from, bad or not, out of the way of those to come; a run that
+    branches off another one takes that one's metrics along."""
+    last = native.step_of(checkpoint) if checkpoint else -1
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
     if place := native.set_aside(folder, newer):
         say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
         if (folder / "metrics.jsonl").exists():
             shutil.copy2(folder / "metrics.jsonl", place)
-    return chosen
+    if checkpoint and state and checkpoint.parent.parent != folder:
+        before = checkpoint.parent.parent / "metrics.jsonl"
+        if before.is_file():
+            (folder / "metrics.jsonl").write_bytes(before.read_bytes()[: state.values["metrics_bytes"]])
 
 
-def _open_data(config: RunConfig) -> Path:
-    """The folder of shards to train on, prepared now where text was named."""
+def _open_data(config: RunConfig, folder: Path) -> Path:
+    """The folder of shards to train on, prepared now where text was named; the run's own files are no text."""
     paths = [Path(path) for path in config.data.path]
     if any(is_shards(path) for path in paths):
         if len(paths) > 1:
             raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
         return paths[0]
-    return prepare_once(config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction)
+    return prepare_once(
+        config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction, leave_out=folder
+    )
 
 
 def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
+    if data is None and config.model.vocab_size == UNKNOWN_VOCABULARY:
+        raise ConfigError("with batches of your own, set model.vocab_size to the number of token ids in them")
     needed = read_index(data).vocab_size if data else 0
     if config.model.vocab_size < needed:
         raise ConfigError(
@@ -319,15 +356,29 @@ def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
         say(f"the disk has {free / 1e9:.2f} GB free; {kept} checkpoints of {size / 1e9:.2f} GB may not fit")
 
 
-def _total_steps(config: RunConfig, loader: Loader | None) -> int:
+def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -> int:
+    """Steps of the whole run: those done, and what is left at the batch of now."""
     if config.train.steps is not None:
         return config.train.steps
     if config.train.tokens is not None:
-        return -(-config.train.tokens // config.train.batch_tokens)
+        left = max(0, config.train.tokens - progress.tokens)
+        return progress.step + -(-left // config.train.batch_tokens)
     if loader is None:
         raise ConfigError("train.epochs needs data of known length; with batches of your own, set train.steps")
     assert config.train.epochs is not None
-    return max(1, math.ceil(config.train.epochs * loader.epoch_rows / config.batch_rows))
+    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.next_row)
+    return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
+
+
+def _check_length(config: RunConfig, total_steps: int, val_data: TokenStream | None) -> None:
+    """What can be known only once the data is."""
+    warmup = config.optim.warmup_steps
+    if warmup is not None and warmup > total_steps:
+        raise ConfigError(
+            f"optim.warmup_steps={warmup} is longer than the run of {total_steps} steps; lower it, or train for longer"
+        )
+    if config.train.early_stop is not None and not (val_data and len(val_data)):
+        raise ConfigError("train.early_stop needs a validation split, but the data has none; prepare it with one")
 
 
 def _own_batches(batches: Iterable[Any], skip: int) -> Iterator[Batch]:
@@ -335,7 +386,6 @@ def _own_batches(batches: Iterable[Any], skip: int) -> Iterator[Batch]:
     for number, value in enumerate(batches):
         if number >= skip:
             yield as_batch(value)
-    raise UserError("the batches ended before the run did; give more, or lower train.steps")
 
 
 def as_batch(value: Any) -> Batch:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+
+SECONDS_BEFORE_FORCE = 1.0
 
 
 class StopRequested(Exception):  # noqa: N818 - no error: someone asked
@@ -14,10 +17,11 @@ class StopRequested(Exception):  # noqa: N818 - no error: someone asked
 
 
 class Stopper:
-    """Asked by Ctrl-C or a termination signal; asked twice, the process ends at once."""
+    """Asked by Ctrl-C or a termination signal. A second Ctrl-C, by a person who waited, ends the process at once."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._asked_at = 0.0
 
     def check(self) -> None:
         if self.signal_name is not None:
@@ -37,6 +41,7 @@ class Stopper:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None:
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        if self.signal_name is None:
+            self.signal_name, self._asked_at = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at > SECONDS_BEFORE_FORCE:
+            raise KeyboardInterrupt  # schedulers send several signals at once; none of those may cut a save short
