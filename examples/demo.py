@@ -6,6 +6,7 @@ No download. It runs the commands a person would type, and prints them; run agai
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -75,7 +76,10 @@ def copy_standard_library(target: Path) -> None:
 
 
 def command(*words: object) -> str:
-    return shlex.join(["mambakit", *map(str, words)])
+    """As a person would type it here: the program lies beside this Python, on the PATH or not."""
+    beside = Path(sys.executable).parent / "mambakit"
+    program = "mambakit" if shutil.which("mambakit") or not beside.exists() else os.path.relpath(beside)
+    return shlex.join([program, *map(str, words)])
 
 
 def mambakit(*words: object) -> None:

@@ -50,9 +50,9 @@ def test_the_demo_makes_a_model_and_picks_up_where_it_was(tmp_path: Path) -> Non
         return done.stdout + done.stderr
 
     first = demo(2)
-    assert "$ mambakit prepare" in first and "gzip -9" in first and "Try next:" in first
+    assert "mambakit prepare corpus" in first and "gzip -9" in first and "Try next:" in first
     assert (tmp_path / "demo/run/report.html").is_file()
     again = demo(3)
-    assert "$ mambakit prepare" not in again
+    assert "mambakit prepare" not in again
     assert "going on from demo/run/checkpoints/step_00000002 at step 2" in again
     assert (tmp_path / "demo/run/checkpoints/step_00000003").is_dir()
