@@ -239,7 +239,7 @@ class DataConfig(Settings):
     val_fraction: float = Field(0.02, ge=0, lt=1, description="for text: share held out for validation")
     sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
-    workers: int = Field(2, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
+    workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
     prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
     carry_state: bool = Field(
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
