@@ -129,7 +129,7 @@ def test_fp16_with_a_scaler_learns(tmp_path: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, from its compiler
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, to itself
 def test_a_compiled_run_follows_the_plain_one(tmp_path: Path) -> None:
     shards = make_shards(tmp_path)
     for name in (False, True):

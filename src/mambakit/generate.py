@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .files import UserError
-from .model import LayerState, MambaLM, State
+from .model import MambaLM, State
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -155,9 +155,7 @@ def _read(model: MambaLM, prompts: list[Tensor]) -> tuple[Tensor, State]:
         assert state is not None  # no prompt is empty
         logits.append(model.lm_head(hidden[:, -1]))
         states.append(state)
-    layers = zip(*(state.layers for state in states), strict=True)
-    joined = (LayerState(torch.cat([x.conv for x in layer]), torch.cat([x.ssm for x in layer])) for layer in layers)
-    return torch.cat(logits), State(tuple(joined))
+    return torch.cat(logits), State.join(states)
 
 
 def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,17 @@ class State:
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """The state with a function applied to each tensor, for example `state.map(lambda t: t[:2])`."""
         return State(tuple(LayerState(function(layer.conv), function(layer.ssm)) for layer in self.layers))
+
+    @classmethod
+    def join(cls, states: Sequence[State]) -> State:
+        """States of some rows each, as one of all rows."""
+        layers = zip(*(state.layers for state in states), strict=True)
+        return cls(
+            tuple(
+                LayerState(torch.cat([part.conv for part in layer]), torch.cat([part.ssm for part in layer]))
+                for layer in layers
+            )
+        )
 
     def keep(self, rows: Tensor) -> State:
         """The memory of the rows (B) that are true, and none for the others."""

@@ -28,7 +28,7 @@ from ..device import autocast
 from ..evaluate import score
 from ..files import UserError, replace_json
 from ..generate import generate_text
-from ..model import LayerState, MambaLM, Output, State
+from ..model import MambaLM, Output, State
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte, peak_memory
 from .optim import optimizer_tensors
@@ -167,7 +167,7 @@ def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
         loss += micro_loss.detach().to(loss)
         if run.config.data.carry_state:
             states.append(output.state.detach())
-    return loss, join_states(states) if states else None
+    return loss, State.join(states) if states else None
 
 
 def _state_before(run: Run, micro: Batch, begin: int) -> State | None:
@@ -175,17 +175,6 @@ def _state_before(run: Run, micro: Batch, begin: int) -> State | None:
     if run.carried is None:
         return None
     return run.carried.map(lambda memory: memory[begin : begin + micro.num_rows]).keep(micro.carries)
-
-
-def join_states(states: list[State]) -> State:
-    """States of some rows each, as one of all rows."""
-    layers = zip(*(state.layers for state in states), strict=True)
-    return State(
-        tuple(
-            LayerState(torch.cat([part.conv for part in layer]), torch.cat([part.ssm for part in layer]))
-            for layer in layers
-        )
-    )
 
 
 def _record_step(run: Run, loss: float, norm: float, rate: float, num_tokens: int, begin: float) -> None:
