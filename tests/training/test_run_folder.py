@@ -480,3 +480,21 @@ def test_a_file_that_cannot_be_read_is_one_problem_of_its_checkpoint(
     monkeypatch.setattr(native, "checksum", broken)
     problems = list(native.verify(finished / "checkpoints/step_00000012"))
     assert problems and all("cannot be read: Input/output error" in problem for problem in problems)
+
+
+def test_a_tuned_run_killed_before_its_first_step_keeps_its_weights(
+    finished: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {key: value for key, value in settings(shards).items() if key != "model"}
+    train(config, out=tmp_path / "whole", init_from=finished)
+
+    def killed(run: Any) -> None:
+        raise RuntimeError("killed")
+
+    for place in ("save", "loop"):  # before the weights are saved, and after
+        monkeypatch.setattr(f"mambakit.training.run.{place}", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(config, out=tmp_path / "run", init_from=finished, resume=True)
+        monkeypatch.undo()
+    train({}, out=tmp_path / "run", resume=True)
+    assert state_bytes(tmp_path / "run", 12) == state_bytes(tmp_path / "whole", 12)

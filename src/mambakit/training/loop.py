@@ -80,7 +80,6 @@ class Run:
     carried: State | None = None  # (rows of a batch) with data.carry_state
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
     epoch_rows: int | None = None
-    save_at_once: bool = False  # weights that came from elsewhere cannot be made again from the seed
 
     @property
     def stopped_early(self) -> bool:
@@ -95,22 +94,19 @@ class Run:
 
 def loop(run: Run) -> None:
     """Train to the end, or until told to stop; either way the last finished step is saved."""
-    try:
-        with run.stopper.listening(), run.display.shown():
-            try:
-                while True:
-                    look(run)
-                    if is_save_due(run):
-                        save(run)
-                    if run.is_done:
-                        tidy(run)
-                        return
-                    step(run)
-            except StopRequested:
-                save(run)
-                raise
-    finally:
-        run.metrics.close()
+    with run.stopper.listening(), run.display.shown():
+        try:
+            while True:
+                look(run)
+                if is_save_due(run):
+                    save(run)
+                if run.is_done:
+                    tidy(run)
+                    return
+                step(run)
+        except StopRequested:
+            save(run)
+            raise
 
 
 def step(run: Run) -> None:
@@ -275,8 +271,7 @@ def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
 def is_save_due(run: Run) -> bool:
     step, config = run.progress.step, run.config.checkpoint
     is_best = config.keep_best and run.progress.best_step == step
-    is_regular = step % config.every == 0 if step else run.save_at_once
-    return step != run.saved_step and (run.is_done or is_regular or is_best)
+    return step not in (0, run.saved_step) and (run.is_done or step % config.every == 0 or is_best)
 
 
 def save(run: Run) -> None:

@@ -30,7 +30,7 @@ from ..files import LockedError, UserError, lock, replace_json
 from ..model import LayerState, MambaLM, State
 from ..progress import say
 from .display import Display
-from .loop import Progress, Run, loop
+from .loop import Progress, Run, loop, save, tidy
 from .metrics import MetricsFile, matmul_flops
 from .optim import describe_groups, load_optimizer_tensors, make_optimizer
 from .stopping import Stopper, StopRequested
@@ -92,7 +92,7 @@ def train_layers(
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
     folder = Path(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     stored = _stored_layers(folder, resume)
-    if stored:
+    if resume and (native.checkpoints(folder) or not isinstance(resume, bool)):
         init_from = None  # the run has begun; its weights are in its checkpoints
     layers = [*stored, *_layers_of_model(init_from), *layers]
     config = resolve(*layers)  # every mistake is told before anything is made or read
@@ -101,16 +101,24 @@ def train_layers(
     choose_dtype(config.train.precision, choose_device(config.parallel.device))
     with _locked(folder):
         run = _open(folder, layers, batches, resume, init_from)
-        if run.is_done and run.saved_step == run.progress.step:
-            run.metrics.close()
-            say(f"the run is complete: {run.progress.step} steps")
-            return _result(run)
-        try:
-            loop(run)
-        except StopRequested:
-            say(f"stopped by {run.stopper.signal_name} at step {run.progress.step}; go on with\n"
-                f"  mambakit train --resume --out {folder}")  # fmt: skip
+        with contextlib.closing(run.metrics):
+            if init_from is not None:
+                save(run)  # before the config, which says that there is a run: no seed makes these weights again
+            replace_json(folder / "config.json", run.config.to_json())
+            _finish(run)
     return _result(run)
+
+
+def _finish(run: Run) -> None:
+    if run.is_done and run.saved_step == run.progress.step:
+        tidy(run)
+        say(f"the run is complete: {run.progress.step} steps")
+        return
+    try:
+        loop(run)
+    except StopRequested:
+        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step}; go on with\n"
+            f"  mambakit train --resume --out {run.folder}")  # fmt: skip
 
 
 def _result(run: Run) -> Result:
@@ -223,9 +231,7 @@ def _open(
         carried=_carried(state, device) if state else None,
         saved_step=progress.step if checkpoint and checkpoint.parent.parent == folder else -1,
         epoch_rows=loader.epoch_rows if loader else None,
-        save_at_once=init_from is not None,
     )
-    replace_json(folder / "config.json", config.to_json())
     _introduce(run, checkpoint, state)
     if state:
         if state.values["scaler"]:  # empty after a run without one
