@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from runs import metrics, settings
 from transformers import AutoModelForCausalLM
 
+import mambakit
 from mambakit.config import DataConfig
 from mambakit.data.loader import Loader
 from mambakit.data.shards import TokenStream
@@ -76,3 +77,38 @@ def _train_transformers(model: Any, shards: Path, records: list[dict[str, Any]])
             group["lr"] = record["lr"]
         optimizer.step()
     return losses
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_carried_states_make_rows_one_long_text(kind: str, shards: Path, tmp_path: Path) -> None:
+    """With weights that stay as they are, each step's loss is that of one forward pass over all a row reads in a run."""
+    steps, rows = 20, 8
+    config = settings(
+        shards, kind, model={"dropout": 0.0}, data={"carry_state": True}, track={"sample_every": 0},
+        optim={"lr": 1e-12, "min_lr": 0.0, "weight_decay": 0.0}, train={"steps": steps, "eval_every": 0},
+    )  # fmt: skip
+    result = train(config, out=tmp_path / "run")
+    model = mambakit.load(result.checkpoint).model
+    data = DataConfig(sequence_length=32, carry_state=True, workers=0)
+    loader = Loader(TokenStream(shards, "train"), data, rows)
+    batches = [loader.read(step * rows) for step in range(steps)]
+    assert 0 < sum(int(batch.carries.sum()) for batch in batches) < steps * rows - rows
+    total = torch.zeros(steps)
+    for row in range(rows):
+        tokens = torch.cat([batch.tokens[row] for batch in batches])[None]
+        targets = torch.cat([batch.targets[row] for batch in batches])
+        starts = torch.cat([_starts(batch.doc_ids[row], bool(batch.carries[row])) for batch in batches])
+        with torch.no_grad():
+            logits = model(tokens, doc_ids=starts.cumsum(0).to(torch.int32)[None]).logits
+        assert logits is not None
+        mask = torch.cat([batch.loss_mask[row] for batch in batches])
+        losses = F.cross_entropy(logits[0], targets, reduction="none") * mask
+        total += losses.view(steps, -1).sum(1)
+    expected = total / torch.tensor([batch.num_targets for batch in batches])
+    found = [record["loss"] for record in metrics(result.folder)]
+    assert found == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def _starts(doc_ids: torch.Tensor, carries: bool) -> torch.Tensor:
+    first = torch.tensor([not carries])
+    return torch.cat([first, doc_ids[1:] != doc_ids[:-1]])

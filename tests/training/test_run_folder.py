@@ -60,15 +60,17 @@ def test_no_file_of_a_run_is_a_pickle(finished: Path) -> None:
     assert suffixes <= {".json", ".jsonl", ".safetensors", ""}
 
 
-def test_the_newest_the_best_and_every_nth_checkpoint_are_kept(shards: Path, tmp_path: Path) -> None:
+def test_the_newest_the_best_and_every_nth_checkpoint_are_kept(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([2.0, 1.0, 3.0, 4.0])  # of steps 3, 6, 9, 12
+    monkeypatch.setattr(loop_module, "score", lambda *a, **k: Score(next(losses), 1))
     config = settings(shards, checkpoint={"every": 1, "keep_last": 2, "keep_every": 5}, train={"eval_every": 3})
     train(config, out=tmp_path / "run")
-    records = [record for record in metrics(tmp_path / "run") if record["type"] == "eval"]
-    best = min(records, key=lambda record: record["loss"])["step"]
     kept = {native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")}
-    assert kept == {12, 11, 10, 5, best}
-    assert json.loads((tmp_path / "run/best.json").read_text())["step"] == best
-    assert native.find(tmp_path / "run").name == f"step_{best:08d}"
+    assert kept == {12, 11, 10, 5, 6}
+    assert json.loads((tmp_path / "run/best.json").read_text()) == {"step": 6, "loss": 1.0}
+    assert native.find(tmp_path / "run").name == "step_00000006"
 
 
 def test_the_best_is_saved_between_regular_checkpoints(shards: Path, tmp_path: Path) -> None:
