@@ -14,7 +14,7 @@ from mambakit.training.stopping import Stopper, StopRequested
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signals")
 
 
-def test_signals_that_come_together_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_that_come_together_are_one_request() -> None:
     stopper = Stopper()
     stopper.check()
     with stopper.listening():
