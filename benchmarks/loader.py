@@ -1,6 +1,6 @@
 """How fast the loader gives batches, and how soon it gives the first one.
 
-    python benchmarks/loader.py --tokens 1e9 --folder /tmp/loader
+    python benchmarks/loader.py --tokens 1e9 --folder FOLDER
 
 Makes a set of that many tokens in documents of random lengths (kept for the next time), then times, in one process:
 from nothing to the first batch, and batches of 32 x 2048 tokens for some seconds, by number of reading threads. A plain

@@ -15,18 +15,11 @@ import sysconfig
 from pathlib import Path
 
 # On two CPU cores about three minutes; on a GPU a larger model for longer.
-CPU = {
-    "model.kind": "mamba1", "model.d-model": 192, "model.num-layers": 4,
-    "data.sequence-length": 512, "train.batch-tokens": 2048, "train.steps": 700,
-    "optim.lr": 5e-3, "optim.min-lr": 1e-4, "optim.warmup-steps": 30,
-    "train.eval-every": 200, "train.eval-tokens": 20000, "track.sample-every": 200, "checkpoint.every": 100,
-}  # fmt: skip
-GPU = CPU | {
-    "model.kind": "mamba2", "model.d-model": 512, "model.num-layers": 8,
-    "data.sequence-length": 512, "train.batch-tokens": 16384, "train.micro-batch-rows": 8, "train.steps": 800,
-    "optim.lr": 3e-3, "optim.warmup-steps": 100,
-    "train.eval-every": 250, "train.eval-tokens": 100000, "track.sample-every": 500, "checkpoint.every": 500,
-}  # fmt: skip
+CPU = ["--model", "tiny", "--recipe", "laptop"]
+GPU = [
+    *CPU, "--model.kind", "mamba2", "--model.d-model", 512, "--model.num-layers", 8, "--optim.lr", 3e-3,
+    "--train.batch-tokens", 16384, "--train.micro-batch-rows", 8, "--train.steps", 800, "--train.eval-tokens", 100_000,
+]  # fmt: skip
 
 
 def main() -> int:
@@ -38,7 +31,7 @@ def main() -> int:
     corpus, shards, run = (options.folder / name for name in ("corpus", "shards", "run"))
     settings = GPU if _has_gpu() else CPU
     if options.steps:
-        settings = settings | {"train.steps": options.steps, "optim.warmup-steps": min(20, options.steps)}
+        settings = [*settings, "--train.steps", options.steps]
 
     if options.text is None and not corpus.exists():
         copy_standard_library(corpus)
@@ -46,16 +39,15 @@ def main() -> int:
         mambakit(
             "prepare", options.text or corpus, "--out", shards, "--tokenizer", "train:4096", "--val-fraction", 0.05
         )
-    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    mambakit("train", "--data", shards, "--out", run, "--resume", *flags, "--track.sample-prompts", "def ")
+    mambakit("train", "--data", shards, "--out", run, "--resume", *settings, "--track.sample-prompts", "def ")
     mambakit("evaluate", run, "--data", shards, "--baseline", "gzip")
     mambakit("report", run)
     mambakit("generate", run, "--prompt", "def ", "--temperature", 0.7, "--top-p", 0.95, "--seed", 1)
     say(f"""
 The model is in {run}, its report in {run / "report.html"}. Try next:
   {command("generate", run, "--prompt", "class ", "--max-new-tokens", 200, "--stream")}
-  {command("train", "--resume", "--out", run, "--train.steps", 2 * int(settings["train.steps"]))}
-  {command("train", "--data", "FOLDER", "--out", "my-run", "--model", "small", "--train.steps", 2000)}
+  {command("train", "--resume", "--out", run, "--train.steps", 2000)}
+  {command("train", "--data", "FOLDER", "--out", "my-run", *CPU)}
   {command("convert", run, "my-model", "--to", "huggingface")}
   {command("train", "--help")}""")
     return 0

@@ -90,7 +90,7 @@ def prepare(
     /,
     out: Annotated[Path, arg(metavar="DIR", help="the folder of shards to make")],
     tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
-    val_fraction: Annotated[float, arg(help="share held out for validation; a file's side never changes")] = 0.02,
+    val_fraction: Annotated[float, arg(help="share held out for validation: of the files, or of blocks of them where they are few")] = 0.02,
     workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
     strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
     layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
@@ -126,8 +126,8 @@ def train(
     /,
     *,
     data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files and folders of text, which are prepared first, once", help_behavior_hint="")] = (),
-    model: Annotated[str | None, arg(metavar="PRESET", help="a model by name, such as small or mamba2-130m", help_behavior_hint="")] = None,
-    recipe: Annotated[str | None, arg(metavar="NAME", help="default, fast, careful, or paper-130m … paper-1.4b", help_behavior_hint="")] = None,
+    model: Annotated[str | None, arg(metavar="PRESET", help="a model by name, such as tiny, small or mamba2-130m", help_behavior_hint="")] = None,
+    recipe: Annotated[str | None, arg(metavar="NAME", help="default, fast, careful, laptop, or paper-130m … paper-1.4b", help_behavior_hint="")] = None,
     out: Annotated[Path | None, arg(metavar="RUN", help="the run folder; runs/DATE_TIME unless set", help_behavior_hint="")] = None,
     resume: Annotated[tuple[str, ...] | None, arg(metavar="[CHECKPOINT]", help="go on from the newest good checkpoint of RUN, or from the one named; starts where there is none yet", help_behavior_hint="")] = None,
     init_from: Annotated[Path | None, arg(metavar="CHECKPOINT", help="start with the weights of another model or run", help_behavior_hint="")] = None,
@@ -141,7 +141,7 @@ def train(
     stopped. Settings come from the config file, then --model and --recipe, then the other flags; later ones win.
 
     For example:
-      mambakit train --data notes/ --out first --model small --train.steps 2000
+      mambakit train --data notes/ --out first --model tiny --recipe laptop
       mambakit train --data shards --out run --model.kind mamba2 --model.d-model 256 --model.num-layers 6
       mambakit train --resume --out run
       mambakit train --resume --out run --train.steps 4000

@@ -11,6 +11,7 @@ _MAMBA2: dict[str, Any] = {"kind": "mamba2", "vocab_size": 50277, "vocab_multipl
 _HOUSE: dict[str, Any] = {"kind": "mamba1", "vocab_size": 50257, "vocab_multiple": 8}
 
 MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {**_HOUSE, "d_model": 192, "num_layers": 4},  # learns something on a CPU in minutes
     "small": {**_HOUSE, "d_model": 512, "num_layers": 8},
     "medium": {**_HOUSE, "d_model": 768, "num_layers": 12},
     "large": {**_HOUSE, "d_model": 1024, "num_layers": 24},
@@ -58,6 +59,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "default": {"optim": {"lr": 3e-4}, "train": {"steps": 100_000}},
     "fast": {"optim": {"lr": 5e-4}, "train": {"steps": 50_000}},
     "careful": {"optim": {"lr": 1e-4}, "train": {"steps": 200_000}},
+    # About three minutes of `tiny` on two CPU cores: small batches, since steps are what there is least of.
+    "laptop": {
+        "optim": {"lr": 5e-3, "min_lr": 1e-4},
+        "data": {"sequence_length": 512},
+        "train": {"batch_tokens": 2048, "steps": 700, "eval_every": 200, "eval_tokens": 20_000},
+        "checkpoint": {"every": 100},
+        "track": {"sample_every": 200},
+    },
     "paper-130m": _paper(3e-3, 4_800),  # 2.5 billion tokens
     "paper-370m": _paper(1.5e-3, 13_500),  # 7 billion
     "paper-790m": _paper(1.25e-3, 29_000),  # 15 billion

@@ -248,15 +248,17 @@ def _sample(run: Run) -> Iterator[dict[str, Any]]:
     if run.tokenizer is None:
         return
     run.model.eval()
-    for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
-        run.stopper.check()
-        text = generate_text(
-            run.model, run.tokenizer, [prompt], end_tokens=run.end_tokens, seed=number,
-            max_new_tokens=run.config.track.sample_tokens, temperature=0.8, top_p=0.95,
-        )  # fmt: skip
-        whole = "".join(piece for _, piece in text)
-        yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
-    run.model.train()
+    try:
+        for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
+            run.stopper.check()
+            text = generate_text(
+                run.model, run.tokenizer, [prompt], end_tokens=run.end_tokens, seed=number,
+                max_new_tokens=run.config.track.sample_tokens, temperature=0.8, top_p=0.95,
+            )  # fmt: skip
+            whole = "".join(piece for _, piece in text)
+            yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
+    finally:
+        run.model.train()
 
 
 def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:

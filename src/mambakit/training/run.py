@@ -366,11 +366,11 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
     """Steps of the whole run: those done, and what is left at the batch of now."""
     if config.train.steps is not None:
         return config.train.steps
+    if loader is None:
+        raise ConfigError("the length of batches of your own is not known; set train.steps")
     if config.train.tokens is not None:
         left = max(0, config.train.tokens - progress.tokens)
         return progress.step + -(-left // config.train.batch_tokens)
-    if loader is None:
-        raise ConfigError("train.epochs needs data of known length; with batches of your own, set train.steps")
     assert config.train.epochs is not None
     left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.next_row)
     return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
