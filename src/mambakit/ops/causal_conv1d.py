@@ -35,7 +35,7 @@ def causal_conv1d(
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B W-1 D")
     check_documents("causal_conv1d", doc_ids)
     silu = _is_silu("causal_conv1d", activation)
-    if dispatch.choose("causal_conv1d", x.device) == "reference":
+    if dispatch.choose("causal_conv1d", x) == "reference":
         return causal_conv1d_reference(
             x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation
         )

@@ -11,10 +11,18 @@ import logging
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger("mambakit.ops")
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
+# What each operator's GPU kernel is written in; the others have none of their own.
+GPU_KERNELS = {
+    "causal_conv1d": "cuda",
+    "selective_scan": "cuda",
+    "rms_norm": "triton",
+    "linear_cross_entropy": "triton",
+}
 
 _requested = "auto"  # a plain global, since torch.compile can guard on that and not on a ContextVar
 _open_blocks: list[list[str]] = []
@@ -37,28 +45,60 @@ def backend(name: str) -> Iterator[None]:
         _requested = _open_blocks[-1][0] if _open_blocks else "auto"
 
 
-def choose(op: str, device: torch.device, *, portable: bool = False) -> str:
-    """What serves `op` on `device`: "reference", "cpu", or "torch" where the fast path is made of torch's own
-    operators and so is `portable` to any device. Logged once per answer."""
+def choose(op: str, x: Tensor, *, portable: bool = False, unfit: str | None = None) -> str:
+    """What serves `op` for tensors like `x`: "reference", "cpu", "triton", "cuda", or "torch" where the fast path is
+    made of torch's own operators and so is `portable` to any device. `unfit` says why this call is none for a GPU
+    kernel. Logged once per answer."""
+    device = x.device.type
     if _requested == "reference":
         chosen, why = "reference", "asked for"
-    elif device.type in ("cpu", "meta"):
+    elif device in ("cpu", "meta"):
+        if _requested in ("triton", "cuda"):
+            raise ValueError(
+                f"{op}: ops.backend({_requested!r}) was asked for, but the tensors are on the {device}; "
+                "move them to a GPU, or use ops.backend('auto')"
+            )
         chosen, why = "cpu", "asked for" if _requested == "cpu" else "fastest for this device"
     elif _requested == "cpu":
         raise ValueError(
-            f"{op}: ops.backend('cpu') was asked for, but the tensors are on {device}; "
+            f"{op}: ops.backend('cpu') was asked for, but the tensors are on {x.device}; "
             "move them to the CPU, or use ops.backend('auto')"
         )
-    elif portable:
-        chosen, why = "torch", f"no kernel of its own for {device.type} yet"
     else:
-        chosen, why = "reference", f"no fast path for {device.type} yet; this is slow"
+        chosen, why = _on_a_gpu(op, x, portable, unfit)
     if not torch.compiler.is_compiling():
-        _announce(op, device.type, chosen, why)
+        _announce(op, device, chosen, why)
     return chosen
+
+
+def _on_a_gpu(op: str, x: Tensor, portable: bool, unfit: str | None) -> tuple[str, str]:
+    """The kernel, or what stands in for it and why."""
+    kernel = GPU_KERNELS.get(op)
+    if kernel is None or x.device.type != "cuda":
+        absent: str | None = f"it has no kernel for {x.device.type} yet"
+    elif x.dtype == torch.float64:
+        absent = "its kernel does not compute in fp64"
+    else:
+        absent = unfit or _absent(kernel, x.device.index or 0)
+    if absent is None and _requested in ("auto", kernel):
+        assert kernel is not None
+        return kernel, "fastest for this device" if _requested == "auto" else "asked for"
+    if _requested in ("triton", "cuda"):
+        why = absent if absent and kernel == _requested else f"its kernel is {kernel or 'not written'}"
+        raise ValueError(f"{op}: ops.backend({_requested!r}) cannot serve this call: {why}; use ops.backend('auto')")
+    return ("torch", f"{absent}") if portable else ("reference", f"{absent}; this is slow")
+
+
+@torch.compiler.assume_constant_result
+def _absent(kernel: str, device_index: int) -> str | None:
+    """Why kernels of this kind do not run on this GPU; None where they do."""
+    from .gpu import why_no_cuda, why_no_triton
+
+    return why_no_cuda(device_index) if kernel == "cuda" else why_no_triton(device_index)
 
 
 def _announce(op: str, device_type: str, chosen: str, why: str) -> None:
     if (op, device_type, chosen) not in _announced:
         _announced.add((op, device_type, chosen))
-        logger.info("%s on %s: backend %s (%s)", op, device_type, chosen, why)
+        level = logging.WARNING if chosen == "reference" and why != "asked for" else logging.INFO
+        logger.log(level, "%s on %s: backend %s (%s)", op, device_type, chosen, why)

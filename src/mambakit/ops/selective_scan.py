@@ -43,12 +43,20 @@ def selective_scan(
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B D N")
     sizes.at_least_one("B", "L", "D", "N")
     check_documents("selective_scan", doc_ids)
-    if dispatch.choose("selective_scan", x.device) == "reference":
+    if dispatch.choose("selective_scan", x, unfit=_unfit(x, A)) == "reference":
         return selective_scan_reference(
             x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, doc_ids=doc_ids, initial_state=initial_state
         )
     y, final_state, _ = _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state)
     return y, final_state
+
+
+def _unfit(x: Tensor, A: Tensor) -> str | None:
+    if x.device.type != "cuda":
+        return None
+    from .gpu.selective_scan import unfit
+
+    return unfit(x, A)
 
 
 def selective_scan_step(
@@ -150,14 +158,22 @@ def _scan(
     return y.to(x.dtype), final_state, kept
 
 
+@_scan.register_kernel("cuda")
+def _scan_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from .gpu import selective_scan as kernels
+
+    return kernels.forward(*arguments)
+
+
 @_scan.register_fake
 def _scan_fake(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    from .cpu.selective_scan import INTERVAL
-
-    batch, length, channels = x.shape
-    num_states, dtype = A.shape[1], compute_dtype(x)
-    kept = x.new_empty(batch, -(-length // INTERVAL), num_states, channels, dtype=dtype)
-    return x.new_empty(x.shape), x.new_empty(batch, channels, num_states, dtype=dtype), kept
+    dtype = compute_dtype(x)
+    if x.device.type == "cuda":
+        from .gpu.selective_scan import kept_shape
+    else:
+        from .cpu.selective_scan import kept_shape
+    final_state = x.new_empty(x.shape[0], *A.shape, dtype=dtype)
+    return x.new_empty(x.shape), final_state, x.new_empty(kept_shape(x, A), dtype=dtype)
 
 
 @torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=(), device_types="cpu")
@@ -185,6 +201,15 @@ def _scan_backward(
         x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, kept, dy, dfinal_state, compute_dtype(x)
     )
     return gradients(grads, [x, dt, A, B, C, D, z, dt_bias, initial_state])
+
+
+@_scan_backward.register_kernel("cuda")
+def _scan_backward_cuda(*arguments: Any) -> list[Tensor]:
+    from .gpu import selective_scan as kernels
+
+    *given, initial_state, kept, dy, dfinal_state = arguments
+    grads = kernels.backward(*given, initial_state is not None, kept, dy, dfinal_state)
+    return gradients(grads, [*given[:8], initial_state])
 
 
 @_scan_backward.register_fake

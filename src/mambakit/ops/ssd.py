@@ -58,7 +58,7 @@ def ssd(
     low, high = _check_limit("ssd", dt_limit)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
-    chosen = dispatch.choose("ssd", x.device, portable=True)
+    chosen = dispatch.choose("ssd", x, portable=True)
     if chosen in ("reference", "torch"):
         return (ssd_reference if chosen == "reference" else ssd_chunked)(
             x, dt, A, B, C, D, dt_bias,

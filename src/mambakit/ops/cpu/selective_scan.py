@@ -238,6 +238,11 @@ def _arguments(
     )  # fmt: skip
 
 
+def kept_shape(x: Tensor, A: Tensor) -> tuple[int, int, int, int]:
+    """Of the states that forward keeps."""
+    return x.shape[0], -(-x.shape[1] // INTERVAL), A.shape[1], A.shape[0]
+
+
 def forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     dt_softplus: bool, starts: Tensor | None, initial_state: Tensor | None, dtype: torch.dtype,
@@ -249,7 +254,7 @@ def forward(
     states = torch.zeros(batch, num_states, channels, dtype=dtype)
     if initial_state is not None:
         states.copy_(initial_state.transpose(1, 2))
-    kept = torch.empty(batch, -(-length // INTERVAL), num_states, channels, dtype=dtype)
+    kept = torch.empty(kept_shape(x, A), dtype=dtype)
     y = torch.empty(batch, length, channels, dtype=dtype)
     arguments = (
         *_arguments(x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, dtype),

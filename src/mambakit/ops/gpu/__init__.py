@@ -1,0 +1,37 @@
+"""Kernels for NVIDIA GPUs: Triton for what moves rows, CUDA C++ compiled at first use where registers matter."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+OLDEST_FOR_TRITON, OLDEST_FOR_CUDA = (8, 0), (7, 5)
+
+
+@functools.cache
+def why_no_triton(device_index: int) -> str | None:
+    """Why Triton kernels do not run on this GPU; None where they do."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device_index) < OLDEST_FOR_TRITON:
+        return f"Triton needs compute capability 8.0, and {_name(device_index)}"
+    return None
+
+
+@functools.cache
+def why_no_cuda(device_index: int) -> str | None:
+    """Why kernels in CUDA C++ do not run on this GPU; None where they do."""
+    from . import nvrtc
+
+    if torch.version.hip is not None:
+        return "CUDA C++ does not run on AMD GPUs"
+    if torch.cuda.get_device_capability(device_index) < OLDEST_FOR_CUDA:
+        return f"it needs compute capability 7.5, and {_name(device_index)}"
+    return nvrtc.why_absent()
+
+
+def _name(device_index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"{torch.cuda.get_device_name(device_index)} has {major}.{minor}"

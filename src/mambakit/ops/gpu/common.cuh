@@ -1,0 +1,78 @@
+// What all kernels share: numbers as they are stored, and the functions they are put through. No header is needed, so
+// that NVRTC alone can compile this. IO says how tensors are stored: 0 fp32, 1 bf16, 2 fp16. Arithmetic is fp32.
+
+typedef long long index_t;
+
+#if IO == 0
+typedef float io_t;
+#else
+typedef unsigned short io_t;
+#endif
+
+__device__ __forceinline__ float widen(io_t stored) {
+#if IO == 0
+    return stored;
+#elif IO == 1
+    return __uint_as_float((unsigned)stored << 16);
+#else
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(stored));
+    return value;
+#endif
+}
+
+__device__ __forceinline__ io_t narrow(float value) {
+#if IO == 0
+    return value;
+#elif IO == 1
+    io_t stored;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(stored) : "f"(value));
+#else
+    unsigned bits = __float_as_uint(value);
+    if (value != value) return 0x7fff;
+    stored = (io_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to the nearest, ties to even
+#endif
+    return stored;
+#else
+    io_t stored;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(stored) : "f"(value));
+    return stored;
+#endif
+}
+
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+#define FULL 0xffffffffu
+
+__device__ __forceinline__ float exp2_(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + exp2_(-LOG2E * x)); }
+
+// log(1 + e) for e in [0, 1], to 2e-7 of itself: a polynomial, since lg2 would lose the digits of a small e.
+__device__ __forceinline__ float log1p_(float e) {
+    float p = 0.005126102362f;
+    p = fmaf(p, e, -0.02907406539f);
+    p = fmaf(p, e, 0.0775160864f);
+    p = fmaf(p, e, -0.1360224783f);
+    p = fmaf(p, e, 0.1907688081f);
+    p = fmaf(p, e, -0.2483539879f);
+    p = fmaf(p, e, 0.3331812024f);
+    p = fmaf(p, e, -0.4999944568f);
+    p = fmaf(p, e, 0.9999999404f);
+    return p * e;
+}
+
+__device__ __forceinline__ float softplus(float v) {
+    return fmaxf(v, 0.f) + log1p_(exp2_(-LOG2E * fabsf(v)));
+}

@@ -1,0 +1,273 @@
+"""CUDA C++ compiled at first use by NVRTC, which comes with torch's CUDA packages, and kept on disk.
+
+Nothing is built when mambakit is installed. A kernel is compiled for the GPU it first runs on, in a second or two, and
+found on disk from then on. Only ctypes is needed: NVRTC compiles, the driver loads and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import stat
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the message is its log."""
+
+
+@functools.cache
+def why_absent() -> str | None:
+    """Why nothing can be compiled here; None where it can."""
+    if _library() is None:
+        return "NVRTC was not found (pip install nvidia-cuda-nvrtc)"
+    try:
+        compile_kernels("probe.cu", {}, (7, 5))
+    except (CompileError, OSError) as error:
+        return f"NVRTC does not compile here ({str(error).strip().splitlines()[-1]})"
+    return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    for name in _candidates():
+        try:
+            library = ctypes.CDLL(name)
+            if (folder := Path(name).parent) != Path():  # NVRTC looks for its second half by name alone
+                for builtins in sorted(folder.glob("libnvrtc-builtins.so.*")):
+                    ctypes.CDLL(str(builtins))
+            return library
+        except OSError:
+            continue
+    return None
+
+
+def _candidates() -> Iterable[str]:
+    """Names and paths NVRTC may have: as torch loaded it, as its wheels place it, as a CUDA installation does."""
+    own = [torch.version.cuda.split(".")[0]] if torch.version.cuda else []
+    majors = [*own, *(major for major in ("13", "12") if major not in own)]
+    if sys.platform == "win32":
+        folders = [Path(torch.__file__).parent / "lib", Path(os.environ.get("CUDA_PATH", "")) / "bin"]
+        for folder in folders:
+            yield from (str(path) for path in sorted(folder.glob("nvrtc64_*_0.dll"), reverse=True))
+        return
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or [])] if spec else []
+    for major in majors:
+        name = f"libnvrtc.so.{major}"
+        yield name
+        for root in roots:
+            yield str(root / f"cu{major}" / "lib" / name)
+            yield str(root / "cuda_nvrtc" / "lib" / name)
+        yield f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}"
+
+
+def _check(status: int) -> None:
+    library = _library()
+    if status and library is not None:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise CompileError(f"NVRTC: {library.nvrtcGetErrorString(status).decode()}")
+
+
+@functools.cache
+def _version_and_architectures() -> tuple[str, tuple[int, ...]]:
+    """NVRTC's version, and the architectures it knows, such as 75 or 90."""
+    library = _library()
+    assert library is not None
+    major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    _check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    _check(library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+    known = (ctypes.c_int * count.value)()
+    _check(library.nvrtcGetSupportedArchs(known))
+    return f"{major.value}.{minor.value}", tuple(known)
+
+
+def compile_kernels(file: str, constants: dict[str, int], capability: tuple[int, int]) -> bytes:
+    """Machine code of a source file for a GPU of this compute capability, its constants given as macros.
+
+    A GPU newer than NVRTC gets PTX of the newest architecture that both know, which the driver translates.
+    """
+    architecture = capability[0] * 10 + capability[1]
+    version, known = _version_and_architectures()
+    older = [candidate for candidate in known if candidate <= architecture]
+    if not older:
+        raise CompileError(f"NVRTC {version} does not compile for compute capability {capability[0]}.{capability[1]}")
+    exact = architecture in known
+    target = f"sm_{architecture}" if exact else f"compute_{max(older)}"
+    options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{name}={v}" for name, v in constants.items())]
+    source = (SOURCES / "common.cuh").read_text() + (SOURCES / file).read_text()
+    key = hashlib.sha256("\0".join([version, source, *options]).encode()).hexdigest()[:32]
+    cached = cache_folder()
+    if cached is not None:
+        with_name = cached / f"{Path(file).stem}-{key}"
+        if (code := _read(with_name)) is not None:
+            return code
+    code = _compile(source, file, options, exact)
+    if cached is not None:
+        _write(with_name, code)
+    return code
+
+
+def _compile(source: str, file: str, options: Sequence[str], exact: bool) -> bytes:
+    library = _library()
+    assert library is not None
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None))
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = library.nvrtcCompileProgram(program, len(options), arguments)
+        if status:
+            _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+            log = ctypes.create_string_buffer(size.value)
+            _check(library.nvrtcGetProgramLog(program, log))
+            raise CompileError(f"{file} does not compile:\n{log.value.decode(errors='replace')}")
+        get_size = library.nvrtcGetCUBINSize if exact else library.nvrtcGetPTXSize
+        get = library.nvrtcGetCUBIN if exact else library.nvrtcGetPTX
+        _check(get_size(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        _check(get(program, code))
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+CHECKSUM = 32  # bytes at the head of a cached file
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:CHECKSUM], content[CHECKSUM:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Whole or not at all; that it cannot be kept is no reason to stop."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept; None where no folder of our own can be had.
+
+    MAMBAKIT_CACHE if set; under a cluster's job, whose home is a network file system as often as not, a folder of the
+    node; else the user's cache folder. It holds machine code, so it must be the user's own.
+    """
+    if chosen := os.environ.get("MAMBAKIT_CACHE"):
+        folder = Path(chosen)
+    elif any(name in os.environ for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")):
+        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+        folder = Path(tempfile.gettempdir()) / f"mambakit-{user}"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mambakit"
+    folder = folder / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _check_driver(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
+
+
+@functools.cache
+def _context(index: int) -> ctypes.c_void_p:
+    """The context of a GPU that torch computes in."""
+    context = ctypes.c_void_p()
+    _check_driver(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index))
+    return context
+
+
+def _enter_context(index: int) -> None:
+    """A thread of autograd may not have touched its GPU yet, and then the driver knows of no context."""
+    current = ctypes.c_void_p()
+    _check_driver(_driver().cuCtxGetCurrent(ctypes.byref(current)))
+    if not current:
+        _check_driver(_driver().cuCtxSetCurrent(_context(index)))
+
+
+class Kernels:
+    """The kernels of a source file with some constants, on whichever GPUs they are launched."""
+
+    def __init__(self, file: str, **constants: int) -> None:
+        self._file, self._constants = file, constants
+        self._functions: dict[tuple[int, str], ctypes.c_void_p] = {}
+        self._modules: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
+
+    def launch(
+        self, name: str, blocks: int, threads: int, arguments: bytes, device: torch.device, *, shared: int = 0
+    ) -> None:
+        """Start `blocks` of `threads` on torch's current stream. `arguments` is the kernel's one parameter, a struct."""
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return self.launch(name, blocks, threads, arguments, device, shared=shared)
+        _enter_context(index)
+        function = self._functions.get((index, name))
+        if function is None:
+            function = self._load(index, name, shared)
+        buffer = ctypes.create_string_buffer(arguments, len(arguments))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+        _check_driver(
+            _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+        )
+        return None
+
+    def _load(self, index: int, name: str, shared: int) -> ctypes.c_void_p:
+        with self._lock:
+            if index not in self._modules:
+                code = compile_kernels(self._file, self._constants, torch.cuda.get_device_capability(index))
+                module = ctypes.c_void_p()
+                _check_driver(_driver().cuModuleLoadData(ctypes.byref(module), code))
+                self._modules[index] = module
+            function = ctypes.c_void_p()
+            _check_driver(_driver().cuModuleGetFunction(ctypes.byref(function), self._modules[index], name.encode()))
+            if shared:  # more than 48 KB has to be asked for
+                _check_driver(_driver().cuFuncSetAttribute(function, 8, shared))
+            self._functions[index, name] = function
+            return function
+
+
+@functools.cache
+def kernels(file: str, **constants: int) -> Kernels:
+    """The same object for the same file and constants, so that each is compiled and loaded once."""
+    return Kernels(file, **constants)
+
+
+def pack(*values: int | torch.Tensor | None) -> bytes:
+    """A struct whose fields are all of 64 bits: addresses (null for None) and whole numbers."""
+    numbers = [0 if v is None else v if isinstance(v, int) else v.data_ptr() for v in values]
+    return struct.pack(f"<{len(numbers)}q", *numbers)

@@ -1,0 +1,191 @@
+"""Selective scan on an NVIDIA GPU: shapes, memory and launches around selective_scan.cu, which holds the kernels.
+
+A warp walks along time for a few channels of a row. Where rows and channels make too few warps for the GPU, time is cut
+into chunks that run side by side: what each chunk leaves behind is computed first, carried from chunk to chunk, and
+then all chunks run once more with the state that enters them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .nvrtc import Kernels, kernels, pack
+
+KEEP = 32  # steps between the states that forward keeps; as in the source
+LARGEST_STATE = 64
+WARPS, THREADS = 4, 128
+IO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a processor should hold at once
+RELAYS = 8
+
+
+def unfit(x: Tensor, A: Tensor) -> str | None:
+    """Why the kernels do not serve these sizes; None where they do."""
+    if A.shape[1] > LARGEST_STATE:
+        return f"its kernel holds at most {LARGEST_STATE} states, and A has {A.shape[1]}"
+    return None
+
+
+def kept_shape(x: Tensor, A: Tensor) -> tuple[int, int, int, int]:
+    """Of the states that forward keeps."""
+    return x.shape[0], math.ceil(x.shape[1] / KEEP), *A.shape
+
+
+def _lanes(num_states: int) -> int:
+    """How many lanes share channels; as Q in the source."""
+    return max(1, 1 << (math.ceil(num_states / 4) - 1).bit_length())
+
+
+def _channels_per_block(num_states: int) -> int:
+    return WARPS * 32 // _lanes(num_states) * 4
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _chunk_length(x: Tensor, num_states: int, warps_wanted: int) -> int:
+    """All of time where there are enough warps; else a share that makes about `warps_wanted` on each processor."""
+    batch, length, channels = x.shape
+    warps = batch * math.ceil(channels / _channels_per_block(num_states)) * WARPS
+    if 2 * warps >= warps_wanted * _processors(x.device):
+        return length
+    chunks = math.ceil(2 * warps_wanted * _processors(x.device) / warps)
+    return max(4, math.ceil(length / chunks / KEEP)) * KEEP
+
+
+class _Call:
+    """The arguments of a call as the kernels want them, and what follows from their shapes."""
+
+    def __init__(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, more: tuple[Tensor, ...] = (),
+    ) -> None:  # fmt: skip
+        given = [tensor for tensor in (x, dt, B, C, z, *more) if tensor is not None]
+        io = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
+        self.io, self.device = io, x.device
+        self.x, self.dt, self.B, self.C = (_rows(tensor, io) for tensor in (x, dt, B, C))
+        self.z = _rows(z, io) if z is not None else None
+        self.more = tuple(_rows(tensor, io) for tensor in more)
+        self.A, self.D, self.dt_bias = (_parameter(tensor) for tensor in (A, D, dt_bias))
+        self.doc_ids = doc_ids.contiguous() if doc_ids is not None else None
+        self.batch, self.length, self.channels = x.shape
+        self.num_states, self.dt_softplus = A.shape[1], dt_softplus
+        self.blocks = math.ceil(self.channels / _channels_per_block(self.num_states))
+
+    def kernels(self, part: str, **constants: int) -> Kernels:
+        return kernels(
+            "selective_scan.cu", N=self.num_states, IO=IO[self.io], HAS_Z=int(self.z is not None),
+            SOFTPLUS=int(self.dt_softplus), **{part: 1}, **constants,
+        )  # fmt: skip
+
+    def inputs(self, chunks: int, chunk_length: int) -> bytes:
+        z = self.z if self.z is not None else self.x
+        strided = (self.x, self.dt, z, self.B, self.C)
+        return pack(
+            self.x, self.dt, self.z, self.B, self.C, *(stride for tensor in strided for stride in tensor.stride()[:2]),
+            self.A, self.D, self.dt_bias, self.doc_ids, self.batch, self.length, self.channels, chunks, chunk_length,
+        )  # fmt: skip
+
+    def states(self, chunks: int) -> Tensor:
+        return torch.empty(self.batch, chunks, self.channels, self.num_states, device=self.device)
+
+    def carry(self, states: Tensor, total_dt: Tensor, first: Tensor | None, backwards: bool) -> None:
+        """Turn what each chunk leaves into what enters each chunk."""
+        chunks = states.shape[1]
+        arguments = pack(states, total_dt, self.A, first, self.batch, chunks, self.channels, int(backwards))
+        blocks = math.ceil(self.batch * self.channels * self.num_states / THREADS)
+        self.kernels("CHUNKED").launch("scan_carry", blocks, THREADS, arguments, self.device)
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.to(dtype)
+    return tensor if tensor.stride(2) == 1 or tensor.shape[2] == 1 else tensor.contiguous()
+
+
+def _parameter(tensor: Tensor | None) -> Tensor | None:
+    return tensor.float().contiguous() if tensor is not None else None
+
+
+def forward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, final state, kept states)."""
+    call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids)
+    chunk_length = _chunk_length(x, call.num_states, warps_wanted=8)
+    chunks = math.ceil(call.length / chunk_length)
+    inputs, blocks = call.inputs(chunks, chunk_length), call.blocks * call.batch * chunks
+    entering = _parameter(initial_state)
+    if chunks > 1:
+        states, total_dt = call.states(chunks), torch.empty(call.batch, chunks, call.channels, device=call.device)
+        arguments = inputs + pack(None, None, None, None, states, total_dt)
+        call.kernels("CHUNKED").launch("scan_leaving", blocks, THREADS, arguments, call.device)
+        call.carry(states, total_dt, entering, backwards=False)
+        entering = states
+    y = torch.empty(x.shape, dtype=call.io, device=call.device)
+    final_state = torch.empty(call.batch, *A.shape, device=call.device)
+    kept = torch.empty(kept_shape(x, A), device=call.device)
+    arguments = inputs + pack(entering, y, final_state, kept, None, None)
+    call.kernels("FORWARD", MIN_BLOCKS=FORWARD_BLOCKS).launch("scan_forward", blocks, THREADS, arguments, call.device)
+    return y.to(x.dtype), final_state, kept
+
+
+def backward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, with_initial: bool, kept: Tensor, dy: Tensor,
+    dfinal_state: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state."""
+    call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, more=(dy,))
+    dy, num_states = call.more[0], call.num_states
+    chunk_length, relayed = _chunk_length(x, num_states, warps_wanted=8), False
+    resident = BACKWARD_BLOCKS * _processors(x.device)
+    if chunk_length == call.length and call.blocks * call.batch > resident:  # hand work on, so that no processor idles
+        chunk_length, relayed = max(8, math.ceil(call.length / RELAYS / KEEP)) * KEEP, True
+    chunks = math.ceil(call.length / chunk_length)
+    inputs, blocks = call.inputs(chunks, chunk_length), call.blocks * call.batch * chunks
+    new = functools.partial(torch.empty, device=call.device)
+    entering = _parameter(dfinal_state)
+    relay = done = None
+    if relayed:
+        relay = call.states(chunks)
+        done = torch.zeros(1 + call.blocks * call.batch, dtype=torch.int32, device=call.device)
+    elif chunks > 1:
+        states, total_dt = call.states(chunks), new(call.batch, chunks, call.channels)
+        arguments = inputs + pack(dy, *dy.stride()[:2], *[None] * 8, states, total_dt, None, None)
+        call.kernels("CHUNKED").launch("scan_reaching", blocks, THREADS, arguments, call.device)
+        call.carry(states, total_dt, entering, backwards=True)
+        entering = states
+    dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
+    dz = new(x.shape, dtype=call.io) if z is not None else None
+    dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
+    parts = new(call.batch * chunks, call.channels, num_states + 2)
+    dinitial = new(call.batch, *A.shape) if with_initial else None
+    arguments = inputs + pack(
+        dy, *dy.stride()[:2], entering, kept, dx, ddt, dz, dBC, parts, dinitial, None, None, relay, done
+    )  # fmt: skip
+    shared = _backward_shared(num_states)
+    code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS)
+    code.launch("scan_backward", blocks, THREADS, arguments, call.device, shared=shared)
+    dB, dC = new(B.shape, dtype=call.io), new(C.shape, dtype=call.io)
+    steps = call.batch * call.length
+    sum_blocks = math.ceil(steps * 2 * num_states / THREADS)
+    code.launch("scan_sum", sum_blocks, THREADS, pack(dBC, dB, dC, call.blocks, steps), call.device)
+    dparameters = parts.sum(0)  # (D, N + 2)
+    dA, dD, dbias = (
+        part.clone() for part in (dparameters[:, :-2], dparameters[:, -2], dparameters[:, -1])
+    )  # outputs of an operator share no memory
+    return dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial
+
+
+def _backward_shared(num_states: int) -> int:
+    """Bytes of shared memory of a block; as BlockShared in the source."""
+    lanes, tile = _lanes(num_states), 4
+    per_warp = KEEP // tile * 4 * 32 * 16 + 6 * tile * (32 // lanes * 4) * 4
+    return WARPS * per_warp + 2 * KEEP * lanes * 4 * 4
