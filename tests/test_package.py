@@ -48,7 +48,7 @@ def test_public_names_resolve() -> None:
 
 
 def test_rooms_import_only_what_they_may() -> None:
-    """ops knows no model, config or file; the model knows no file; numba stays in ops/cpu."""
+    """ops knows no model, config or file; the model knows no file; numba stays in ops/cpu, triton in ops/gpu."""
     source = ROOT / "src" / "mambakit"
     for path in (source / "ops").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -59,6 +59,7 @@ def test_rooms_import_only_what_they_may() -> None:
     homes = {
         "numba": {"ops/cpu"},
         "llvmlite": {"ops/cpu"},
+        "triton": {"ops/gpu"},
         "tyro": {"cli.py"},
         "yaml": {"config.py"},
         "rich": {"cli.py", "progress.py", "training/display.py"},

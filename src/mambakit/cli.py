@@ -8,14 +8,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
 
 import tyro
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from . import __version__
 from .config import SECTIONS, ConfigError, read_config, read_yaml, resolve, write_yaml
@@ -76,6 +76,7 @@ def _value(text: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from .bench import Part
     from .evaluate import Evaluation
 
     SettingsFlags = Mapping[str, Mapping[str, Any]]
@@ -358,8 +359,87 @@ def verify(
     return 2 if any(problems.values()) else 0
 
 
+def bench_ops(
+    name: Annotated[Positional[tuple[str, ...]], arg(metavar="[NAME ...]", help="selective_scan, causal_conv1d, rms_norm, linear_cross_entropy or ssd; all of them unless named", help_behavior_hint="")] = (),
+    /,
+    *,
+    shape: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="B32,L2048,…", help="sizes by letter, may be given again for more: B batch, L length, D channels, N states, W taps, H heads, P channels of a head, G groups, V vocabulary; a letter left out is as it is by default", help_behavior_hint="")] = (),
+    dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], arg(help="of activations, as under autocast; parameters are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU")] = "auto",
+    documents: Annotated[int | None, arg(metavar="INT", help="documents in each row, for the operators that keep them apart; rows are whole unless set", help_behavior_hint="")] = None,
+    seconds: Annotated[float, arg(help="time for each measurement")] = 0.5,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Time the operators by themselves, forward and backward, beside other implementations that are installed.
+
+    GB/s counts every input and output once, and "of copy" is that as a share of how fast the device copies memory: what
+    is near 100% cannot be made faster. GFLOP/s counts the arithmetic of the formula. Peak is memory beyond the inputs.
+
+    For example:
+      mambakit bench ops --seconds 0.1
+      mambakit bench ops rms_norm --seconds 0.1
+      mambakit bench ops selective_scan ssd --shape B2,L256 --shape B1,L1024 --documents 4 --seconds 0.1
+      mambakit bench ops causal_conv1d --shape B2,L512,D64,W4 --dtype bf16 --seconds 0.1 --json
+    """
+    from .bench import measure_ops
+
+    return _print_parts(
+        measure_ops(name, shapes=shape, device=device, dtype=dtype, documents=documents, seconds=seconds), json
+    )
+
+
+def bench_train(
+    *,
+    model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]", help="models by name, one after the other; may be given again")],
+    batch_rows: Annotated[int | None, arg(metavar="INT", help="rows of a step; unless set, 32 for 130m down to 4 for 2.8b on a CUDA GPU, 2 elsewhere", help_behavior_hint="")] = None,
+    length: Annotated[int | None, arg(metavar="INT", help="tokens of a row; unless set, 2048 on a CUDA GPU, 256 elsewhere", help_behavior_hint="")] = None,
+    steps: Annotated[int, arg(help="steps to time")] = 10,
+    warmup_steps: Annotated[int, arg(help="steps before them, besides the first one of all")] = 3,
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], arg(help="of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU")] = "auto",
+    documents: Annotated[int | None, arg(metavar="INT", help="documents in each row; rows are whole unless set", help_behavior_hint="")] = None,
+    compile: Annotated[bool, arg(help="torch.compile the model", help_behavior_hint="")] = False,
+    peers: Annotated[bool, arg(help="also mamba_ssm's model of the same sizes, where it is installed", help_behavior_hint="")] = False,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Time whole training steps of a model on random tokens: forward, loss, backward, clipping, AdamW.
+
+    MFU is the arithmetic of the model as a share of how fast the device multiplies large matrices, which is measured
+    before and after the steps, since clocks drift. Models are measured one after the other in one process.
+
+    For example:
+      mambakit bench train --model tiny --steps 2
+      mambakit bench train --model mamba-130m,mamba2-130m --length 128 --steps 2 --documents 4 --peers
+    """
+    from .bench import measure_training
+
+    names = [name.strip() for text in model for name in text.split(",")]
+    return _print_parts(
+        measure_training(
+            names, batch_rows=batch_rows, length=length, steps=steps, warmup_steps=warmup_steps, precision=precision,
+            documents=documents, compiled=compile, peers=peers, device=device,
+        ),
+        json,
+    )  # fmt: skip
+
+
+def _print_parts(parts: Iterator[Part], as_json: bool) -> int:
+    """Each part of a report as it comes, or all of them together as JSON."""
+    if as_json:
+        from .bench import collect
+
+        _print_json(collect(parts))
+    else:
+        for part in parts:
+            if part.text:
+                _print(part.text)
+    return 0
+
+
+# By what a person types: of one word, or of two.
 COMMANDS: dict[str, Callable[..., int]] = {
-    command.__name__: command for command in (prepare, train, evaluate, generate, convert, report, verify)
+    command.__name__.replace("_", " "): command
+    for command in (prepare, train, evaluate, generate, convert, report, verify, bench_ops, bench_train)
 }
 
 
@@ -372,15 +452,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         _print(f"mambakit {__version__}")
         return 0
-    if not arguments or arguments[0] in ("-h", "--help"):
-        _print(_overview())
-        return 0 if arguments else 2
+    group = _group(arguments)
+    asked = arguments[1:] if group else arguments
+    if not asked or asked[0] in ("-h", "--help"):
+        _print(_overview(group))
+        return 0 if asked else 2
     try:
-        command = COMMANDS[_command_name(arguments)]
+        name, rest = _find_command(arguments)
+        command = COMMANDS[name]
         status: int = tyro.cli(
             command,
-            args=arguments[1:],
-            prog=f"mambakit {command.__name__}",
+            args=rest,
+            prog=f"mambakit {name}",
             description=inspect.getdoc(command),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
@@ -404,21 +487,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _command_name(arguments: list[str]) -> str:
-    if arguments[0] not in COMMANDS:
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        raise UserError(f"there is no command {arguments[0]!r}; {hint}")
-    return arguments[0]
+def _group(arguments: list[str]) -> str:
+    """The first word and a space, where it is the first of two that make a command; else nothing."""
+    first = f"{arguments[0]} " if arguments else ""
+    return first if first in {f"{name.split()[0]} " for name in COMMANDS if " " in name} else ""
 
 
-def _overview() -> str:
-    lines = [f"  {name:<10}{(inspect.getdoc(command) or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """The name of the command, and what follows it."""
+    for num_words in (2, 1):
+        name = " ".join(arguments[:num_words])
+        if name in COMMANDS:
+            return name, arguments[num_words:]
+    typed = " ".join(arguments[: 2 if _group(arguments) else 1])
+    near = difflib.get_close_matches(typed, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    raise UserError(f"there is no command {typed!r}; {hint}")
+
+
+def _overview(group: str = "") -> str:
+    """What there is: all commands, or those that begin with a word."""
+    lines = [
+        f"  {name:<13}{(inspect.getdoc(command) or '').splitlines()[0]}"
+        for name, command in COMMANDS.items()
+        if name.startswith(group)
+    ]
     return "\n".join([
-        "usage: mambakit COMMAND [OPTIONS]", "",
-        "Train Mamba language models: text in, a trained, tested, shareable model out.", "",
+        f"usage: mambakit {group}COMMAND [OPTIONS]", "",
+        *([] if group else ["Train Mamba language models: text in, a trained, tested, shareable model out.", ""]),
         *lines, "",
-        "mambakit COMMAND --help explains a command, with examples; mambakit --version says which this is.",
+        f"mambakit {group}COMMAND --help explains a command, with examples; mambakit --version says which this is.",
     ])  # fmt: skip
 
 

@@ -35,12 +35,20 @@ def causal_conv1d(
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B W-1 D")
     check_documents("causal_conv1d", doc_ids)
     silu = _is_silu("causal_conv1d", activation)
-    if dispatch.choose("causal_conv1d", x) == "reference":
+    if dispatch.choose("causal_conv1d", x, unfit=_unfit(x, weight)) == "reference":
         return causal_conv1d_reference(
             x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation
         )
     y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
     return y, final_state
+
+
+def _unfit(x: Tensor, weight: Tensor) -> str | None:
+    if x.device.type != "cuda":
+        return None
+    from .gpu.causal_conv1d import unfit
+
+    return unfit(weight)
 
 
 def causal_conv1d_step(
@@ -133,6 +141,13 @@ def _conv(
     return y.to(x.dtype), _final_state(x, state, starts)
 
 
+@_conv.register_kernel("cuda")
+def _conv_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from .gpu import causal_conv1d as kernels
+
+    return kernels.forward(*arguments)
+
+
 @_conv.register_fake
 def _conv_fake(x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[2])
@@ -159,6 +174,16 @@ def _conv_backward(
         dx[:, length - from_row :] += through[:, reach - from_row :]
         dstate[:, from_row:] += through[:, : reach - from_row]
     return gradients([dx, dweight, dbias, dstate], [x, weight, bias, initial_state])
+
+
+@_conv_backward.register_kernel("cuda")
+def _conv_backward_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    from .gpu import causal_conv1d as kernels
+
+    grads = kernels.backward(x, weight, bias, doc_ids, initial_state, *rest)
+    return gradients(grads, [x, weight, bias, initial_state])
 
 
 @_conv_backward.register_fake

@@ -6,6 +6,7 @@
 Sizes: hidden (..., D); weight (V, D); targets, loss_mask (...). Works through blocks of tokens of about
 LOGITS_AT_ONCE logits, and computes the gradients of a block while its logits are there: memory beyond inputs
 and gradients does not grow with tokens x vocabulary. Logits, losses and the sum are fp32 (fp64 for fp64 inputs).
+On a GPU, logits and the gradient of hidden have hidden's dtype, as in plain torch.
 """
 
 from __future__ import annotations
@@ -34,24 +35,29 @@ def linear_cross_entropy(
             f"linear_cross_entropy: loss_mask has shape {tuple(loss_mask.shape)} on {loss_mask.device}; "
             f"need {tuple(targets.shape)} on {targets.device}, as targets"
         )
-    counted = torch.ones_like(targets, dtype=torch.bool) if loss_mask is None else loss_mask.to(torch.bool)
-    if dispatch.choose("linear_cross_entropy", hidden.device, portable=True) == "reference":
+    counted = None if loss_mask is None else loss_mask.to(torch.bool)
+    if dispatch.choose("linear_cross_entropy", hidden, portable=True) == "reference":
         loss_sum = linear_cross_entropy_reference(hidden, weight, targets, counted)
     else:
         wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
         loss_sum, _, _ = _cross_entropy(hidden, weight, targets, counted, *wanted)
-    return loss_sum, counted.sum()
+    return loss_sum, targets.new_full((), targets.numel(), dtype=torch.int64) if counted is None else counted.sum()
 
 
-def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
     """All logits at once, and torch's own cross entropy."""
     dtype = compute_dtype(hidden)
+    counted = _all(targets) if counted is None else counted
     _check_targets(targets, counted, weight.shape[0])
     rows = torch.where(counted[..., None], hidden.to(dtype), 0).reshape(-1, hidden.shape[-1])  # (T, D)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = rows @ weight.to(dtype).t()  # (T, V)
     losses = F.cross_entropy(logits, _safe(targets, counted).flatten(), reduction="none")
     return (losses * counted.flatten()).sum()
+
+
+def _all(targets: Tensor) -> Tensor:
+    return torch.ones_like(targets, dtype=torch.bool)
 
 
 def _safe(targets: Tensor, counted: Tensor) -> Tensor:
@@ -72,9 +78,17 @@ def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
 
 @torch.library.custom_op("mambakit::linear_cross_entropy", mutates_args=())
 def _cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, with_dhidden: bool, with_dweight: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss_sum, its gradient in hidden, in weight); a gradient is empty unless asked for."""
+    """(loss_sum, its gradient in hidden, in weight); a gradient is empty unless asked for. None counts every token."""
+    return _in_torch(hidden, weight, targets, counted, with_dhidden, with_dweight)
+
+
+def _in_torch(
+    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Made of torch's own operators, for any device."""
+    counted = _all(targets) if counted is None else counted
     _check_targets(targets, counted, weight.shape[0])
     dtype = compute_dtype(hidden)
     rows = hidden.reshape(-1, hidden.shape[-1])  # (T, D)
@@ -101,29 +115,69 @@ def _cross_entropy(
     return loss_sum, dhidden.view(hidden.shape) if with_dhidden else dhidden, dweight
 
 
+@_cross_entropy.register_kernel("cuda")
+def _cross_entropy_cuda(
+    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_kernel(hidden):
+        loss_sum, dhidden, dweight = _in_torch(hidden, weight, targets, counted, with_dhidden, with_dweight)
+        return loss_sum, dhidden.to(hidden.dtype), dweight
+    from .gpu import cross_entropy as kernels
+
+    return kernels.forward(hidden, weight, targets, counted, with_dhidden, with_dweight)
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    """Whether Triton serves this tensor on its GPU: `dispatch.choose` cannot keep a call from the operator, only name
+    what it does."""
+    from .gpu import why_no_triton
+
+    return tensor.dtype != torch.float64 and why_no_triton(tensor.device.index) is None
+
+
 @_cross_entropy.register_fake
 def _cross_entropy_fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, with_dhidden: bool, with_dweight: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(hidden)
-    dhidden = hidden.new_empty(hidden.shape if with_dhidden else (0,), dtype=dtype)
+    dhidden_dtype = hidden.dtype if hidden.device.type == "cuda" else dtype
     return (
         hidden.new_empty((), dtype=dtype),
-        dhidden,
+        hidden.new_empty(hidden.shape if with_dhidden else (0,), dtype=dhidden_dtype),
         weight.new_empty(weight.shape if with_dweight else (0,), dtype=dtype),
     )
 
 
 @torch.library.custom_op("mambakit::linear_cross_entropy_backward", mutates_args=())
-def _cross_entropy_backward(dhidden: Tensor, dweight: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_backward(
+    dhidden: Tensor, dweight: Tensor, dloss: Tensor, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Both gradients times that of the loss. An operator of its own, so that a second derivative is refused rather
     than taken of gradients that have become constants."""
-    return dhidden * dloss, dweight * dloss
+    return _scaled(dhidden, dloss, hidden_dtype), _scaled(dweight, dloss, weight_dtype)
+
+
+def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch rounds a single number to the dtype of the tensor it multiplies, unless that is as wide.
+    return (gradient.to(dloss.dtype) * dloss).to(dtype)
+
+
+@_cross_entropy_backward.register_kernel("cuda")
+def _cross_entropy_backward_cuda(
+    dhidden: Tensor, dweight: Tensor, dloss: Tensor, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if not _has_kernel(dloss):
+        return _scaled(dhidden, dloss, hidden_dtype), _scaled(dweight, dloss, weight_dtype)
+    from .gpu import cross_entropy as kernels
+
+    return kernels.scaled(dhidden, dloss, hidden_dtype), kernels.scaled(dweight, dloss, weight_dtype)
 
 
 @_cross_entropy_backward.register_fake
-def _cross_entropy_backward_fake(dhidden: Tensor, dweight: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dhidden), torch.empty_like(dweight)
+def _cross_entropy_backward_fake(
+    dhidden: Tensor, dweight: Tensor, dloss: Tensor, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dhidden, dtype=hidden_dtype), torch.empty_like(dweight, dtype=weight_dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -138,12 +192,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _differentiate(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return None, None, None, None, None, None
-    dhidden, dweight = _cross_entropy_backward(*ctx.saved_tensors, dloss)
-    return (
-        dhidden.to(ctx.dtypes[0]) if ctx.with_dhidden else None,
-        dweight.to(ctx.dtypes[1]) if ctx.with_dweight else None,
-        None, None, None, None,
-    )  # fmt: skip
+    dhidden, dweight = _cross_entropy_backward(*ctx.saved_tensors, dloss, *ctx.dtypes)
+    return dhidden if ctx.with_dhidden else None, dweight if ctx.with_dweight else None, None, None, None, None
 
 
 _cross_entropy.register_autograd(_differentiate, setup_context=_save)

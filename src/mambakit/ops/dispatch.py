@@ -89,12 +89,15 @@ def _on_a_gpu(op: str, x: Tensor, portable: bool, unfit: str | None) -> tuple[st
     return ("torch", f"{absent}") if portable else ("reference", f"{absent}; this is slow")
 
 
-@torch.compiler.assume_constant_result
 def _absent(kernel: str, device_index: int) -> str | None:
     """Why kernels of this kind do not run on this GPU; None where they do."""
     from .gpu import why_no_cuda, why_no_triton
 
     return why_no_cuda(device_index) if kernel == "cuda" else why_no_triton(device_index)
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
+_absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _announce(op: str, device_type: str, chosen: str, why: str) -> None:

@@ -21,6 +21,9 @@ from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, batch_letters, compute_dtype
 
+# A GPU kernel keeps a whole group in registers.
+LARGEST_GROUP_ON_GPU = 16_384
+
 
 @overload
 def rms_norm(
@@ -44,7 +47,8 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y in x's dtype, or (y, new residual) when a residual is given."""
     group = _check(x, weight, eps, residual, gate, group_size)
-    if dispatch.choose("rms_norm", x.device) == "reference":
+    large = f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
+    if dispatch.choose("rms_norm", x, unfit=large if group > LARGEST_GROUP_ON_GPU else None) == "reference":
         return rms_norm_reference(
             x, weight, eps=eps, residual=residual, gate=gate, group_size=group, norm_before_gate=norm_before_gate
         )
@@ -107,33 +111,63 @@ def _norm(
     return y.to(x.dtype), total.to(residual.dtype) if residual is not None else total
 
 
+@_norm.register_kernel("cuda")
+def _norm_cuda(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
+    group: int, norm_before_gate: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from .gpu import norm as kernels
+
+    y, total = kernels.forward(x, weight, eps, residual, gate, group, norm_before_gate)
+    return y, _no_sum(x) if total is None else total
+
+
 @_norm.register_fake
 def _norm_fake(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
-    total = x.new_empty(0, x.shape[-1], dtype=compute_dtype(x)) if residual is None else residual.new_empty(x.shape)
-    return x.new_empty(x.shape), total
+    return x.new_empty(x.shape), _no_sum(x) if residual is None else residual.new_empty(x.shape)
+
+
+def _no_sum(x: Tensor) -> Tensor:
+    """What stands for x + residual where there is no residual."""
+    return x.new_empty(0, x.shape[-1], dtype=compute_dtype(x))
 
 
 @torch.library.custom_op("mambakit::rms_norm_backward", mutates_args=(), device_types="cpu")
 def _norm_backward(
     total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None,
+    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x + residual (in the compute dtype), weight and gate."""
+    """Gradients of x, residual, weight and gate, each in its own dtype. `total`, in the residual's dtype, tells that
+    of the residual, which is empty where it would equal that of x: outputs of an operator may not share memory."""
     from .cpu import norm as kernels
 
     dvalues, dweight, dgate = kernels.backward(
         total, weight, eps, gate, group, norm_before_gate, dy, dtotal, compute_dtype(total)
     )
-    return [dvalues, *gradients([dvalues, dweight, dgate], [dvalues, weight, gate])[1:]]
+    dresidual = dvalues.to(total.dtype) if total.dtype != x_dtype else total.new_empty(0)
+    return [dvalues.to(x_dtype), dresidual, *gradients([dvalues, dweight, dgate], [dvalues, weight, gate])[1:]]
+
+
+@_norm_backward.register_kernel("cuda")
+def _norm_backward_cuda(
+    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
+    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    from .gpu import norm as kernels
+
+    grads = kernels.backward(total, weight, eps, gate, group, norm_before_gate, dy, dtotal, x_dtype)
+    return [total.new_empty(0) if grad is None else grad for grad in grads]
 
 
 @_norm_backward.register_fake
 def _norm_backward_fake(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, *_: object
-) -> list[Tensor]:
-    return empty_gradients([total.new_empty(total.shape, dtype=compute_dtype(total)), weight, gate])
+    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
+    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    dx = total.new_empty(total.shape, dtype=x_dtype)
+    return [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -148,10 +182,13 @@ def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[
     total, weight, gate = ctx.saved_tensors
     dy = dy if dy is not None else torch.zeros_like(total)
     dtotal = dtotal if ctx.residual_dtype is not None else None
-    grads = _norm_backward(total, weight, ctx.eps, gate, ctx.group, ctx.norm_before_gate, dy, dtotal)
-    dweight, dgate = only_given(grads[1:], [weight, gate])
-    dresidual = grads[0].to(ctx.residual_dtype) if ctx.residual_dtype is not None else None
-    return grads[0].to(ctx.x_dtype), dweight, None, dresidual, dgate, None, None
+    dx, dresidual, *rest = _norm_backward(
+        total, weight, ctx.eps, gate, ctx.group, ctx.norm_before_gate, dy, dtotal, ctx.x_dtype
+    )
+    dweight, dgate = only_given(rest, [weight, gate])
+    if ctx.residual_dtype in (None, ctx.x_dtype):
+        dresidual = None if ctx.residual_dtype is None else dx
+    return dx, dweight, None, dresidual, dgate, None, None
 
 
 _norm.register_autograd(_differentiate, setup_context=_save)

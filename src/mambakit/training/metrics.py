@@ -6,13 +6,13 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..data.shards import SplitCounts
+from ..measure import release_memory, time_calls
 from ..progress import say
 
 
@@ -74,19 +74,18 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product on this device, the best of three: what MFU is measured against."""
+    """FLOP/s of a large matrix product on this device: what MFU is measured against."""
     size = 8192 if device.type == "cuda" else 1536
+    rate = 2 * size**3 / _matmul_seconds(size, device, dtype)
+    release_memory(device)  # what this took is no memory of the run
+    return rate
+
+
+def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
     left = torch.randn(size, size, device=device, dtype=torch.float32, generator=_own_generator(device)).to(dtype)
-    best = math.inf
-    for _ in range(4):  # the first warms up
-        begin = time.perf_counter()
-        (left @ left).flatten()[0].item()  # sync point
-        best = min(best, time.perf_counter() - begin)
-    if device.type == "cuda":  # what this took is no memory of the run
-        del left
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return 2 * size**3 / best
+    # A GPU needs a while to come to its clock; a CPU is there at once.
+    seconds = 0.25 if device.type == "cuda" else 0.0
+    return time_calls(lambda: left @ left, device, seconds=seconds, least=3).median
 
 
 def _own_generator(device: torch.device) -> torch.Generator:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
+IO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as common.cuh names them
 
 
 class CompileError(RuntimeError):

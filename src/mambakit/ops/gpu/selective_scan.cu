@@ -5,7 +5,8 @@
 // warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and gradients per
 // channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
 //
-// Compiled with N (states), IO (common.cuh), HAS_Z, SOFTPLUS.
+// Compiled with N (states), IO (common.cuh), HAS_Z, SOFTPLUS; KEEP, the steps between states that forward keeps for
+// backward; AHEAD and BEHIND, the steps of a tile in either direction. All states of a tile of BEHIND are in registers.
 
 #define NC 4  // channels of a thread
 #define NS 4  // states of a thread
@@ -14,9 +15,6 @@
 #define CHANNELS (32 / Q * NC)                                          // of a warp
 #define OWN (Q < NC ? NC / Q : 1)  // channels whose inputs and outputs a lane moves; past C lanes, one in Q / C lanes
 #define WARPS 4
-#define KEEP 32   // steps between states that forward keeps for backward
-#define AHEAD 8   // steps of a tile in forward
-#define BEHIND 4  // steps of a tile in backward, whose states are all held in registers
 
 struct Strides {
     index_t row, step;
@@ -75,15 +73,23 @@ __device__ __forceinline__ Column column(const io_t* memory, Strides stride, int
     return {memory + at.row * stride.row + t * stride.step + at.column, (int)stride.step};
 }
 
-// `count` steps from where the column stands, as they are stored; zeros from `left` on.
+// `count` steps from where the column stands, as they are stored.
 template <int count>
-__device__ __forceinline__ void fetch(io_t (&values)[count][OWN], const Column& from, int left, const Place& at) {
-    const bool full = left >= count;
+__device__ __forceinline__ void fetch(io_t (&values)[count][OWN], const Column& from, const Place& at) {
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) values[i][j] = from.now[(index_t)from.step * i + at.near[j]];
+}
+
+// The same where only `left` steps are there; zeros after them.
+template <int count>
+__device__ __forceinline__ void fetch_some(io_t (&values)[count][OWN], const Column& from, int left, const Place& at) {
 #pragma unroll
     for (int i = 0; i < count; ++i)
 #pragma unroll
         for (int j = 0; j < OWN; ++j)
-            values[i][j] = full || i < left ? from.now[(index_t)from.step * i + at.near[j]] : (io_t)0;
+            values[i][j] = i < left ? from.now[(index_t)from.step * i + at.near[j]] : (io_t)0;
 }
 
 __device__ __forceinline__ void move(Column& column, int steps) { column.now += (index_t)column.step * steps; }
@@ -161,6 +167,10 @@ __device__ __forceinline__ float step_size(io_t dt, float bias) {
 #endif
 }
 
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ float4 four(const float* memory) { return *reinterpret_cast<const float4*>(memory); }
 
 __device__ __forceinline__ void unpack(float (&values)[4], const float* memory) {
@@ -226,11 +236,10 @@ __device__ __forceinline__ Column states_column(const io_t* memory, Strides stri
 
 __device__ __forceinline__ void fetch_states(io_t (&values)[TILE_WORDS], const Column& from, int left,
                                              const Place& at) {
-    const bool full = left >= AHEAD && N == PADDED && AHEAD * PADDED >= 32;
 #pragma unroll
     for (int k = 0; k < TILE_WORDS; ++k) {
         const int i = k * 32 / PADDED, n = k * 32 % PADDED;  // from where this lane stands
-        bool inside = full || (i + at.lane / PADDED < min(left, AHEAD) && n + at.lane % PADDED < N);
+        const bool inside = i + at.lane / PADDED < left && n + at.lane % PADDED < N;
         values[k] = inside ? from.now[(index_t)from.step * i + n] : (io_t)0;
     }
 }
@@ -295,44 +304,57 @@ __device__ __forceinline__ void forward(const Forward& p) {
     Column Bs = states_column(in.B, in.sB, at.begin, at), Cs = states_column(in.C, in.sC, at.begin, at);
 
     io_t x[AHEAD][OWN], dt[AHEAD][OWN], z[AHEAD][OWN], B[TILE_WORDS], C[TILE_WORDS];
+    const auto fetch_tile = [&] {
+        fetch(x, xs, at);
+        fetch(dt, dts, at);
+        fetch_states(B, Bs, AHEAD, at);
+        if (with_output) fetch_states(C, Cs, AHEAD, at);
+    };
     int left = at.end - at.begin;
-    fetch(x, xs, left, at);
-    fetch(dt, dts, left, at);
-    fetch_states(B, Bs, left, at);
-    if (with_output) fetch_states(C, Cs, left, at);
+    if (left >= AHEAD) fetch_tile();
     for (int t = at.begin; t < at.end; t += AHEAD, left -= AHEAD) {
+        const bool full = left >= AHEAD;
+        if (!full) {
+            fetch_some(x, xs, left, at);
+            fetch_some(dt, dts, left, at);
+            fetch_states(B, Bs, left, at);
+            if (with_output) fetch_states(C, Cs, left, at);
+        }
         float skip[AHEAD][OWN];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
-                float input = widen(x[i][j]);
-                float step = i < left ? step_size(dt[i][j], bias[j]) : 0.f;
+                float input = widen(x[i][j]), step = step_size(dt[i][j], bias[j]);
                 shared.dt[i][at.own + j] = step;
                 shared.u[i][at.own + j] = step * input;
                 if (with_output)
                     skip[i][j] = D[j] * input;
-                else
+                else if (full || i < left)
                     total[j] += step;
             }
+        if (!full)  // steps that are not there change nothing
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i)
+#pragma unroll
+                for (int j = 0; j < OWN; ++j)
+                    if (i >= left) shared.dt[i][at.own + j] = 0.f;
         stage_states(shared.B, B, at.lane);
         if (with_output) stage_states(shared.C, C, at.lane);
         unsigned starts = find_starts(AHEAD, t, at, in);
         __syncwarp();
         if (with_output && HAS_Z) {
-            fetch(z, zs, left, at);
+            if (full)
+                fetch(z, zs, at);
+            else
+                fetch_some(z, zs, left, at);
             move(zs, AHEAD);
         }
         move(xs, AHEAD), move(dts, AHEAD), move(Bs, AHEAD), move(Cs, AHEAD);
-        fetch(x, xs, left - AHEAD, at);  // of the next tile, while this one is computed
-        fetch(dt, dts, left - AHEAD, at);
-        fetch_states(B, Bs, left - AHEAD, at);
-        if (with_output) {
-            fetch_states(C, Cs, left - AHEAD, at);
-            if (t % KEEP == 0) {
-                store_states(h, kept, at, in);
-                kept += state_size;
-            }
+        if (left >= 2 * AHEAD) fetch_tile();  // the next, while this one is computed
+        if (with_output && t % KEEP == 0) {
+            store_states(h, kept, at, in);
+            kept += state_size;
         }
         float sums[AHEAD][OWN];
         if (starts) {
@@ -352,7 +374,7 @@ __device__ __forceinline__ void forward(const Forward& p) {
                     float gate = widen(z[i][j]);
                     value *= gate * sigmoid(gate);
 #endif
-                    if (at.writes[j] && i < left) y[(index_t)y_step * i + j] = narrow(value);
+                    if (at.writes[j] && (full || i < left)) y[(index_t)y_step * i + j] = narrow(value);
                 }
             y += (index_t)y_step * AHEAD;
         }
@@ -429,7 +451,8 @@ struct Backward {
 #define VALUES (2 * PADDED)  // dB and dC of a step
 
 struct BackwardShared {
-    float4 states[TILES][NC][32];  // the state before each tile; then the tile's dB and dC
+    float4 states[TILES][NC][32];  // the state before each tile; then the dB and dC of the tile before it
+    float last[BEHIND][VALUES];    // the dB and dC of the last tile
     float dt[BEHIND][CHANNELS], u[BEHIND][CHANNELS], dy[BEHIND][CHANNELS];
     float x[BEHIND][CHANNELS], slope[BEHIND][CHANNELS], dgate[BEHIND][CHANNELS];  // for the end of the tile
 };
@@ -485,12 +508,18 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
                                               float (&ddt)[BEHIND][OWN], Tile& g, Tile& dA, const Tile& A,
                                               BackwardShared& shared, const BlockShared& block, int tile,
                                               unsigned starts, const Place& at) {
-    Tile h, before[BEHIND], decay[BEHIND];
+    Tile h, after[BEHIND];  // after[i]: the state after step i
+#if !RECOMPUTE
+    Tile decay[BEHIND];
+#endif
+    const auto load_start = [&] {
 #pragma unroll
-    for (int c = 0; c < NC; ++c) {
-        float4 v = shared.states[tile][c][at.lane];
-        h[c][0] = v.x, h[c][1] = v.y, h[c][2] = v.z, h[c][3] = v.w;
-    }
+        for (int c = 0; c < NC; ++c) {
+            float4 v = shared.states[tile][c][at.lane];
+            h[c][0] = v.x, h[c][1] = v.y, h[c][2] = v.z, h[c][3] = v.w;
+        }
+    };
+    load_start();
 #pragma unroll
     for (int i = 0; i < BEHIND; ++i) {
         float dt[NC], u[NC], B[NS], Cs[NS], sums[NC];
@@ -504,16 +533,19 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
             sums[c] = 0.f;
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
-                before[i][c][s] = h[c][s];
-                decay[i][c][s] = exp2_(dt[c] * A[c][s]);
-                h[c][s] = fmaf(decay[i][c][s], h[c][s], u[c] * B[s]);
+                float kept = exp2_(dt[c] * A[c][s]);
+#if !RECOMPUTE
+                decay[i][c][s] = kept;
+#endif
+                h[c][s] = fmaf(kept, h[c][s], u[c] * B[s]);
+                after[i][c][s] = h[c][s];
                 if (HAS_Z) sums[c] = fmaf(h[c][s], Cs[s], sums[c]);
             }
         }
         if (HAS_Z) sum_states(y[i], sums, at.q);
     }
-    float* out = reinterpret_cast<float*>(shared.states[tile]);
-    __syncwarp();  // all have read the states; their place is free for dB and dC
+    // The place of the next tile's states is free.
+    float* out = tile + 1 < TILES ? reinterpret_cast<float*>(shared.states[tile + 1]) : shared.last[0];
 #pragma unroll
     for (int i = BEHIND - 1; i >= 0; --i) {
         float dt[NC], u[NC], dy[NC], B[NS], Cs[NS], sums_u[NC], sums_dt[NC], sums_BC[2 * NS];
@@ -523,20 +555,24 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
         unpack(B, &block.B[tile * BEHIND + i][at.q * NS]);
         unpack(Cs, &block.C[tile * BEHIND + i][at.q * NS]);
         const bool begins = with_starts && (starts >> i & 1);
+        if (i == 0) load_start();
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
             sums_u[c] = sums_dt[c] = 0.f;
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
-                float state = !with_starts && i + 1 < BEHIND ? before[(i + 1) % BEHIND][c][s]
-                              : i + 1 < BEHIND ? fmaf(decay[i][c][s], before[i][c][s], u[c] * B[s])
-                                               : h[c][s];
+#if RECOMPUTE
+                float kept = exp2_(dt[c] * A[c][s]);
+#else
+                float kept = decay[i][c][s];
+#endif
+                float before = begins ? 0.f : i ? after[(i + BEHIND - 1) % BEHIND][c][s] : h[c][s];
                 float grad = fmaf(Cs[s], dy[c], g[c][s]);
                 sums_BC[s] = c ? fmaf(grad, u[c], sums_BC[s]) : grad * u[c];
-                sums_BC[NS + s] = c ? fmaf(state, dy[c], sums_BC[NS + s]) : state * dy[c];
+                sums_BC[NS + s] = c ? fmaf(after[i][c][s], dy[c], sums_BC[NS + s]) : after[i][c][s] * dy[c];
                 sums_u[c] = fmaf(grad, B[s], sums_u[c]);
-                float passed = grad * decay[i][c][s];
-                float rate = passed * before[i][c][s];
+                float passed = grad * kept;
+                float rate = passed * before;
                 sums_dt[c] = fmaf(rate, A[c][s], sums_dt[c]);
                 dA[c][s] = fmaf(rate, dt[c], dA[c][s]);
                 g[c][s] = begins ? 0.f : passed;
@@ -548,13 +584,179 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
     }
 }
 
+// KEEP steps, or the fewer that are left of the row: backwards from t0 + KEEP to t0.
+template <bool whole>
+__device__ __forceinline__ void backward_interval(const Backward& p, const Place& at, const int t0, BlockShared& block,
+                                                  BackwardShared& shared, const Tile& A, Tile& g, Tile& dA,
+                                                  const float (&D)[OWN], const float (&bias)[OWN], float (&dD)[OWN],
+                                                  float (&dbias)[OWN], float* dBC) {
+    const Inputs& in = p.in;
+    const index_t state_size = in.channels * N, kept_per_row = (in.length + KEEP - 1) / KEEP;
+    const int steps = whole ? KEEP : at.end - t0, out_step = (int)in.channels;
+    {
+        const io_t* B = in.B + at.row * in.sB.row + t0 * in.sB.step;
+        const io_t* C = in.C + at.row * in.sC.row + t0 * in.sC.step;
+#pragma unroll
+        for (int k = threadIdx.x; k < KEEP * PADDED; k += WARPS * 32) {
+            int i = k / PADDED, n = k % PADDED;
+            bool inside = n < N && i < steps;
+            block.B[i][n] = inside ? widen(B[i * in.sB.step + n]) : 0.f;
+            block.C[i][n] = inside ? widen(C[i * in.sC.step + n]) : 0.f;
+        }
+    }
+    const unsigned all_starts = find_starts(KEEP, t0, at, in);
+    if (t0 > at.begin) {  // what the next interval reads may come nearer meanwhile
+        const int t = t0 - KEEP + at.lane;
+        if (at.lane < KEEP) {
+            prefetch(in.x + at.row * in.sx.row + t * in.sx.step + at.first);
+            prefetch(in.dt + at.row * in.sdt.row + t * in.sdt.step + at.first);
+            if (HAS_Z) prefetch(in.z + at.row * in.sz.row + t * in.sz.step + at.first);
+            prefetch(p.dy + at.row * p.sdy.row + t * p.sdy.step + at.first);
+        }
+        const float* states = p.kept + (at.row * kept_per_row + t0 / KEEP - 1) * state_size + at.first * N;
+        if (at.lane * 32 < CHANNELS * N && at.first * N + at.lane * 32 < state_size) prefetch(states + at.lane * 32);
+    }
+    __syncthreads();
+
+    // Forward once more, from the kept state, to have the state before each tile.
+    Column xs = column(in.x, in.sx, t0, at), dts = column(in.dt, in.sdt, t0, at);
+    io_t x[BEHIND][OWN], dt[BEHIND][OWN], z[BEHIND][OWN], dy[BEHIND][OWN];
+    const auto fetch_from = [&](io_t(&values)[BEHIND][OWN], const Column& from, int left) {
+        if (whole)
+            fetch(values, from, at);
+        else
+            fetch_some(values, from, left, at);
+    };
+    fetch_from(x, xs, steps);
+    fetch_from(dt, dts, steps);
+    {
+        Tile h;
+        load_states(h, p.kept + (at.row * kept_per_row + t0 / KEEP) * state_size, at, in);
+#pragma unroll 1
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int c = 0; c < NC; ++c)
+                shared.states[tile][c][at.lane] = make_float4(h[c][0], h[c][1], h[c][2], h[c][3]);
+            if (tile + 1 == TILES) break;
+            const int left = steps - tile * BEHIND;
+#pragma unroll
+            for (int i = 0; i < BEHIND; ++i)
+#pragma unroll
+                for (int j = 0; j < OWN; ++j) {
+                    float step = step_size(dt[i][j], bias[j]);
+                    step = whole || i < left ? step : 0.f;
+                    shared.dt[i][at.own + j] = step;
+                    shared.u[i][at.own + j] = step * widen(x[i][j]);
+                }
+            __syncwarp();
+            move(xs, BEHIND), move(dts, BEHIND);
+            fetch_from(x, xs, left - BEHIND);
+            fetch_from(dt, dts, left - BEHIND);
+            const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
+            if (starts)
+                replay_tile<true>(h, A, shared, block, tile, starts, at);
+            else
+                replay_tile<false>(h, A, shared, block, tile, 0, at);
+            __syncwarp();
+        }
+    }
+
+    // Tile by tile from the last: all its states and decays once more, then the gradients.
+    const int last = (TILES - 1) * BEHIND;
+    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t0 + last, at);
+    Column dys = column(p.dy, p.sdy, t0 + last, at);
+    if (HAS_Z) fetch_from(z, zs, steps - last);
+    fetch_from(dy, dys, steps - last);
+    index_t place = (at.row * in.length + t0 + last) * in.channels + at.first + at.own;
+#pragma unroll 1
+    for (int tile = TILES - 1; tile >= 0; --tile) {
+        const int left = steps - tile * BEHIND;
+#pragma unroll
+        for (int i = 0; i < BEHIND; ++i)
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+                const bool inside = (whole || i < left) && at.real[j];
+                float v = widen(dt[i][j]) + bias[j], slope = 1.f, step = v;
+#if SOFTPLUS
+                float e = exp2_(-LOG2E * fabsf(v)), r = reciprocal(1.f + e);
+                step = fmaxf(v, 0.f) + log1p_(e);
+                slope = v >= 0.f ? r : e * r;
+#endif
+                step = inside ? step : 0.f;
+                float input = inside ? widen(x[i][j]) : 0.f, dplain = inside ? widen(dy[i][j]) : 0.f;
+#if HAS_Z
+                float gate = widen(z[i][j]), open = sigmoid(gate), silu = gate * open;
+                shared.dgate[i][at.own + j] = dplain * fmaf(silu, 1.f - open, open);
+                dplain *= silu;
+#endif
+                shared.dt[i][at.own + j] = step;
+                shared.u[i][at.own + j] = step * input;
+                shared.dy[i][at.own + j] = dplain;
+                shared.x[i][at.own + j] = input;
+                shared.slope[i][at.own + j] = slope;
+            }
+        __syncwarp();
+        if (tile > 0) {
+            move(xs, -BEHIND), move(dts, -BEHIND), move(zs, -BEHIND), move(dys, -BEHIND);
+            fetch_from(x, xs, left + BEHIND);
+            fetch_from(dt, dts, left + BEHIND);
+            if (HAS_Z) fetch_from(z, zs, left + BEHIND);
+            fetch_from(dy, dys, left + BEHIND);
+        }
+        float y[BEHIND][OWN], du[BEHIND][OWN], ddt[BEHIND][OWN];
+        const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
+        if (starts)
+            backward_tile<true>(y, du, ddt, g, dA, A, shared, block, tile, starts, at);
+        else
+            backward_tile<false>(y, du, ddt, g, dA, A, shared, block, tile, 0, at);
+        io_t *dx = p.dx + place, *ddt_out = p.ddt + place, *dz = p.dz + place;
+#pragma unroll
+        for (int i = 0; i < BEHIND; ++i)
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+                const index_t offset = (index_t)out_step * i + j;
+                const bool writes = at.writes[j] && (whole || i < left);
+                const float input = shared.x[i][at.own + j], dplain = shared.dy[i][at.own + j];
+                const float skipped = D[j] * dplain, step = shared.dt[i][at.own + j];
+                const float dv = fmaf(du[i][j], input, LN2 * ddt[i][j]) * shared.slope[i][at.own + j];
+                if (writes) {
+                    dx[offset] = narrow(fmaf(du[i][j], step, skipped));
+                    ddt_out[offset] = narrow(dv);
+#if HAS_Z
+                    dz[offset] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[i][at.own + j]);
+#endif
+                }
+                dD[j] = fmaf(dplain, input, dD[j]);
+                dbias[j] += whole || i < left ? dv : 0.f;
+            }
+        place -= (index_t)out_step * BEHIND;
+        __syncwarp();
+    }
+
+    // dB and dC over the warps of this block, in a fixed order.
+    __syncthreads();
+    float* out = dBC + (index_t)t0 * (2 * N);
+    for (int k = threadIdx.x; k < KEEP * VALUES; k += WARPS * 32) {
+        int i = k / VALUES, v = k % VALUES, n = v % PADDED;
+        const int tile = i / BEHIND, offset = i % BEHIND * VALUES + v;
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const BackwardShared& warp = block.warps[w];
+            sum += (tile + 1 < TILES ? reinterpret_cast<const float*>(warp.states[tile + 1]) : warp.last[0])[offset];
+        }
+        if (n < N && i < steps) out[i * (2 * N) + v / PADDED * N + n] = sum;
+    }
+    __syncthreads();
+}
+
 #ifdef BACKWARD
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backward(const __grid_constant__ Backward p) {
     extern __shared__ __align__(16) char raw_shared[];
     BlockShared& block = *reinterpret_cast<BlockShared*>(raw_shared);
     BackwardShared& shared = block.warps[threadIdx.x / 32];
     const Inputs& in = p.in;
-    const index_t state_size = in.channels * N, kept_per_row = (in.length + KEEP - 1) / KEEP;
+    const index_t state_size = in.channels * N;
     const index_t channel_blocks = (in.channels + WARPS * CHANNELS - 1) / (WARPS * CHANNELS);
     index_t number = blockIdx.x;
     unsigned* done = nullptr;
@@ -589,145 +791,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
         bias[j] = in.bias ? in.bias[at.column + at.near[j]] : 0.f;
         dD[j] = dbias[j] = 0.f;
     }
-    const int out_step = (int)in.channels;
-
-    for (int t0 = (at.end - 1) / KEEP * KEEP; t0 >= at.begin; t0 -= KEEP) {
-        const int steps = min(KEEP, at.end - t0);
-        {
-            const io_t* B = in.B + at.row * in.sB.row + t0 * in.sB.step;
-            const io_t* C = in.C + at.row * in.sC.row + t0 * in.sC.step;
-#pragma unroll
-            for (int k = threadIdx.x; k < KEEP * PADDED; k += WARPS * 32) {
-                int i = k / PADDED, n = k % PADDED;
-                bool inside = n < N && i < steps;
-                block.B[i][n] = inside ? widen(B[i * in.sB.step + n]) : 0.f;
-                block.C[i][n] = inside ? widen(C[i * in.sC.step + n]) : 0.f;
-            }
-        }
-        const unsigned all_starts = find_starts(KEEP, t0, at, in);
-        __syncthreads();
-
-        // Forward once more, from the kept state, to have the state before each tile.
-        Column xs = column(in.x, in.sx, t0, at), dts = column(in.dt, in.sdt, t0, at);
-        io_t x[BEHIND][OWN], dt[BEHIND][OWN], z[BEHIND][OWN], dy[BEHIND][OWN];
-        fetch(x, xs, steps, at);
-        fetch(dt, dts, steps, at);
-        {
-            Tile h;
-            load_states(h, p.kept + (at.row * kept_per_row + t0 / KEEP) * state_size, at, in);
-#pragma unroll 1
-            for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-                for (int c = 0; c < NC; ++c)
-                    shared.states[tile][c][at.lane] = make_float4(h[c][0], h[c][1], h[c][2], h[c][3]);
-                if (tile + 1 == TILES) break;
-                const int left = steps - tile * BEHIND;
-#pragma unroll
-                for (int i = 0; i < BEHIND; ++i)
-#pragma unroll
-                    for (int j = 0; j < OWN; ++j) {
-                        float step = i < left ? step_size(dt[i][j], bias[j]) : 0.f;
-                        shared.dt[i][at.own + j] = step;
-                        shared.u[i][at.own + j] = step * widen(x[i][j]);
-                    }
-                __syncwarp();
-                move(xs, BEHIND), move(dts, BEHIND);
-                fetch(x, xs, left - BEHIND, at);
-                fetch(dt, dts, left - BEHIND, at);
-                const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
-                if (starts)
-                    replay_tile<true>(h, A, shared, block, tile, starts, at);
-                else
-                    replay_tile<false>(h, A, shared, block, tile, 0, at);
-                __syncwarp();
-            }
-        }
-
-        // Tile by tile from the last: all its states and decays once more, then the gradients.
-        const int last = (TILES - 1) * BEHIND;
-        Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t0 + last, at);
-        Column dys = column(p.dy, p.sdy, t0 + last, at);
-        if (HAS_Z) fetch(z, zs, steps - last, at);
-        fetch(dy, dys, steps - last, at);
-        index_t place = (at.row * in.length + t0 + last) * in.channels + at.first + at.own;
-#pragma unroll 1
-        for (int tile = TILES - 1; tile >= 0; --tile) {
-            const int left = steps - tile * BEHIND;
-#pragma unroll
-            for (int i = 0; i < BEHIND; ++i)
-#pragma unroll
-                for (int j = 0; j < OWN; ++j) {
-                    const bool inside = i < left && at.real[j];
-                    float v = widen(dt[i][j]) + bias[j], slope = 1.f, step = v;
-#if SOFTPLUS
-                    float e = exp2_(-LOG2E * fabsf(v)), r = reciprocal(1.f + e);
-                    step = fmaxf(v, 0.f) + log1p_(e);
-                    slope = v >= 0.f ? r : e * r;
-#endif
-                    step = inside ? step : 0.f;
-                    float input = inside ? widen(x[i][j]) : 0.f, dplain = inside ? widen(dy[i][j]) : 0.f;
-#if HAS_Z
-                    float gate = widen(z[i][j]), open = sigmoid(gate), silu = gate * open;
-                    shared.dgate[i][at.own + j] = dplain * fmaf(silu, 1.f - open, open);
-                    dplain *= silu;
-#endif
-                    shared.dt[i][at.own + j] = step;
-                    shared.u[i][at.own + j] = step * input;
-                    shared.dy[i][at.own + j] = dplain;
-                    shared.x[i][at.own + j] = input;
-                    shared.slope[i][at.own + j] = slope;
-                }
-            __syncwarp();
-            if (tile > 0) {
-                move(xs, -BEHIND), move(dts, -BEHIND), move(zs, -BEHIND), move(dys, -BEHIND);
-                fetch(x, xs, left + BEHIND, at);
-                fetch(dt, dts, left + BEHIND, at);
-                if (HAS_Z) fetch(z, zs, left + BEHIND, at);
-                fetch(dy, dys, left + BEHIND, at);
-            }
-            float y[BEHIND][OWN], du[BEHIND][OWN], ddt[BEHIND][OWN];
-            const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
-            if (starts)
-                backward_tile<true>(y, du, ddt, g, dA, A, shared, block, tile, starts, at);
-            else
-                backward_tile<false>(y, du, ddt, g, dA, A, shared, block, tile, 0, at);
-            io_t *dx = p.dx + place, *ddt_out = p.ddt + place, *dz = p.dz + place;
-#pragma unroll
-            for (int i = 0; i < BEHIND; ++i)
-#pragma unroll
-                for (int j = 0; j < OWN; ++j) {
-                    const index_t offset = (index_t)out_step * i + j;
-                    const bool writes = at.writes[j] && i < left;
-                    const float input = shared.x[i][at.own + j], dplain = shared.dy[i][at.own + j];
-                    const float skipped = D[j] * dplain, step = shared.dt[i][at.own + j];
-                    const float dv = fmaf(du[i][j], input, LN2 * ddt[i][j]) * shared.slope[i][at.own + j];
-                    if (writes) {
-                        dx[offset] = narrow(fmaf(du[i][j], step, skipped));
-                        ddt_out[offset] = narrow(dv);
-#if HAS_Z
-                        dz[offset] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[i][at.own + j]);
-#endif
-                    }
-                    dD[j] = fmaf(dplain, input, dD[j]);
-                    dbias[j] += i < left ? dv : 0.f;
-                }
-            place -= (index_t)out_step * BEHIND;
-            __syncwarp();
-        }
-
-        // dB and dC over the warps of this block, in a fixed order.
-        __syncthreads();
-        float* out = dBC + (index_t)t0 * (2 * N);
-        for (int k = threadIdx.x; k < KEEP * VALUES; k += WARPS * 32) {
-            int i = k / VALUES, v = k % VALUES, n = v % PADDED;
-            float sum = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w)
-                sum += reinterpret_cast<const float*>(block.warps[w].states[i / BEHIND])[i % BEHIND * VALUES + v];
-            if (n < N && i < steps) out[i * (2 * N) + v / PADDED * N + n] = sum;
-        }
-        __syncthreads();
+    int t0 = (at.end - 1) / KEEP * KEEP;
+    if (at.end - t0 < KEEP) {
+        backward_interval<false>(p, at, t0, block, shared, A, g, dA, D, bias, dD, dbias, dBC);
+        t0 -= KEEP;
     }
+    for (; t0 >= at.begin; t0 -= KEEP)
+        backward_interval<true>(p, at, t0, block, shared, A, g, dA, D, bias, dD, dbias, dBC);
 
     if (p.relay && at.chunk > 0) {
         store_states(g, p.relay + (here - 1) * state_size, at, in);
@@ -791,9 +861,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __g
     Column dts = column(in.dt, in.sdt, t, at), dys = column(p.dy, p.sdy, t, at);
     Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t, at);
     Column Cs = states_column(in.C, in.sC, t, at);
-    fetch(dt, dts, at.end - t, at);
-    fetch(dy, dys, at.end - t, at);
-    if (HAS_Z) fetch(z, zs, at.end - t, at);
+    fetch_some(dt, dts, at.end - t, at);
+    fetch_some(dy, dys, at.end - t, at);
+    if (HAS_Z) fetch_some(z, zs, at.end - t, at);
     fetch_states(C, Cs, at.end - t, at);
     for (; t >= at.begin; t -= AHEAD) {
         const int left = at.end - t;
@@ -816,9 +886,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __g
         __syncwarp();
         if (t > at.begin) {
             move(dts, -AHEAD), move(dys, -AHEAD), move(zs, -AHEAD), move(Cs, -AHEAD);
-            fetch(dt, dts, AHEAD, at);
-            fetch(dy, dys, AHEAD, at);
-            if (HAS_Z) fetch(z, zs, AHEAD, at);
+            fetch(dt, dts, at);
+            fetch(dy, dys, at);
+            if (HAS_Z) fetch(z, zs, at);
             fetch_states(C, Cs, AHEAD, at);
         }
         if (starts)

@@ -13,14 +13,16 @@ import math
 import torch
 from torch import Tensor
 
-from .nvrtc import Kernels, kernels, pack
+from .nvrtc import IO, Kernels, kernels, pack
 
-KEEP = 32  # steps between the states that forward keeps; as in the source
+KEEP = 32  # steps between the states that forward keeps
+AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward
 LARGEST_STATE = 64
 WARPS, THREADS = 4, 128
-IO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a processor should hold at once
 RELAYS = 8
+RECOMPUTE = 0
+CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256
 
 
 def unfit(x: Tensor, A: Tensor) -> str | None:
@@ -49,14 +51,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _chunk_length(x: Tensor, num_states: int, warps_wanted: int) -> int:
-    """All of time where there are enough warps; else a share that makes about `warps_wanted` on each processor."""
+def _chunk_length(x: Tensor, num_states: int, blocks_held: int) -> int:
+    """All of time where there are blocks enough for every processor; else a length that makes many more than needed,
+    so that the last ones to end are few."""
     batch, length, channels = x.shape
-    warps = batch * math.ceil(channels / _channels_per_block(num_states)) * WARPS
-    if 2 * warps >= warps_wanted * _processors(x.device):
+    blocks = batch * math.ceil(channels / _channels_per_block(num_states))
+    if 2 * blocks >= blocks_held * _processors(x.device):
         return length
-    chunks = math.ceil(2 * warps_wanted * _processors(x.device) / warps)
-    return max(4, math.ceil(length / chunks / KEEP)) * KEEP
+    chunks = math.ceil(CHUNKED_ROUNDS * blocks_held * _processors(x.device) / blocks)
+    return max(SHORTEST_CHUNK, math.ceil(length / chunks / KEEP) * KEEP)
 
 
 class _Call:
@@ -81,7 +84,7 @@ class _Call:
     def kernels(self, part: str, **constants: int) -> Kernels:
         return kernels(
             "selective_scan.cu", N=self.num_states, IO=IO[self.io], HAS_Z=int(self.z is not None),
-            SOFTPLUS=int(self.dt_softplus), **{part: 1}, **constants,
+            SOFTPLUS=int(self.dt_softplus), KEEP=KEEP, AHEAD=AHEAD, BEHIND=BEHIND, **{part: 1}, **constants,
         )  # fmt: skip
 
     def inputs(self, chunks: int, chunk_length: int) -> bytes:
@@ -109,7 +112,11 @@ def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _parameter(tensor: Tensor | None) -> Tensor | None:
-    return tensor.float().contiguous() if tensor is not None else None
+    """fp32 and contiguous, at an address that a word of 16 bytes can be read from."""
+    if tensor is None:
+        return None
+    tensor = tensor.float().contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def forward(
@@ -118,7 +125,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, final state, kept states)."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids)
-    chunk_length = _chunk_length(x, call.num_states, warps_wanted=8)
+    chunk_length = _chunk_length(x, call.num_states, FORWARD_BLOCKS)
     chunks = math.ceil(call.length / chunk_length)
     inputs, blocks = call.inputs(chunks, chunk_length), call.blocks * call.batch * chunks
     entering = _parameter(initial_state)
@@ -144,7 +151,7 @@ def backward(
     """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, more=(dy,))
     dy, num_states = call.more[0], call.num_states
-    chunk_length, relayed = _chunk_length(x, num_states, warps_wanted=8), False
+    chunk_length, relayed = _chunk_length(x, num_states, BACKWARD_BLOCKS), False
     resident = BACKWARD_BLOCKS * _processors(x.device)
     if chunk_length == call.length and call.blocks * call.batch > resident:  # hand work on, so that no processor idles
         chunk_length, relayed = max(8, math.ceil(call.length / RELAYS / KEEP)) * KEEP, True
@@ -171,7 +178,7 @@ def backward(
         dy, *dy.stride()[:2], entering, kept, dx, ddt, dz, dBC, parts, dinitial, None, None, relay, done
     )  # fmt: skip
     shared = _backward_shared(num_states)
-    code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS)
+    code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS, RECOMPUTE=RECOMPUTE)
     code.launch("scan_backward", blocks, THREADS, arguments, call.device, shared=shared)
     dB, dC = new(B.shape, dtype=call.io), new(C.shape, dtype=call.io)
     steps = call.batch * call.length
@@ -186,6 +193,6 @@ def backward(
 
 def _backward_shared(num_states: int) -> int:
     """Bytes of shared memory of a block; as BlockShared in the source."""
-    lanes, tile = _lanes(num_states), 4
-    per_warp = KEEP // tile * 4 * 32 * 16 + 6 * tile * (32 // lanes * 4) * 4
+    lanes = _lanes(num_states)
+    per_warp = KEEP // BEHIND * 4 * 32 * 16 + BEHIND * 2 * lanes * 4 * 4 + 6 * BEHIND * (32 // lanes * 4) * 4
     return WARPS * per_warp + 2 * KEEP * lanes * 4 * 4

@@ -1,0 +1,176 @@
+"""Meters: how long calls take on a device, how fast it copies, and with what it was measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import __version__
+
+FLUSHED_BYTES = 2**28  # several times what the largest cache of a GPU holds
+MOST_FLUSHES = 64
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long each of several calls took, in the order they were made."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return self.percentile(50)
+
+    def percentile(self, percent: float) -> float:
+        return float(np.percentile(self.seconds, percent))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "median_ms": self.median * 1e3,
+            "p10_ms": self.percentile(10) * 1e3,
+            "p90_ms": self.percentile(90) * 1e3,
+            "calls": len(self.seconds),
+            "seconds": list(self.seconds),
+        }
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def time_once(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds that one call takes. On a CUDA GPU they are the device's own, between two events around the call."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    synchronize(device)
+    started = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def time_calls(
+    function: Callable[[], object], device: torch.device, *, seconds: float, least: int = 5, most: int = 2000
+) -> Timing:
+    """Time single calls for about so many seconds, after warming up for a fifth of them.
+
+    On a CUDA GPU a large buffer is written before each call, outside of what is timed: it empties the cache, and keeps
+    the GPU busy while the host prepares the call, so that a short kernel is not charged for its launch.
+    """
+    function()  # the first call compiles, tunes and allocates
+    end = time.perf_counter() + seconds / 5
+    while time.perf_counter() < end:
+        function()
+        synchronize(device)
+    flush = _flusher(function, device) if device.type == "cuda" else None
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < least or (len(taken) < most and time.perf_counter() < end):
+        if flush is not None:
+            flush()
+        taken.append(time_once(function, device))
+    return Timing(tuple(taken))
+
+
+def _flusher(function: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Writes a buffer as often as covers the time that the host takes to make the call."""
+    buffer = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
+    buffer.zero_()
+    one = min(time_once(buffer.zero_, device) for _ in range(3))
+    host = math.inf
+    for _ in range(3):
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        host = min(host, time.perf_counter() - started)
+    times = min(MOST_FLUSHES, max(1, math.ceil(1.5 * host / one)))
+
+    def flush() -> None:
+        for _ in range(times):
+            buffer.zero_()
+
+    return flush
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written together, of a large copy on the device: what no kernel can move faster."""
+    size = 2**30 if device.type == "cuda" else 2**28  # more than any cache holds
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    seconds = 0.25 if device.type == "cuda" else 0.0
+    timing = time_calls(lambda: target.copy_(source), device, seconds=seconds, least=3)
+    return 2 * size / timing.median
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what is free of the GPU's memory, and forget the peak, so that it is no part of what comes next."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def environment(device: torch.device, *packages: str) -> dict[str, dict[str, Any]]:
+    """Versions and hardware, for a record of what was measured. `packages` are added where they are installed."""
+    versions = {"mambakit": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions |= {name: version for name in ("triton", *packages) if (version := _version(name)) is not None}
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        versions |= {"CUDA": str(torch.version.cuda), "driver": _driver() or "unknown"}
+    else:
+        name = _cpu_name() if device.type == "cpu" else platform.machine()
+    return {"versions": versions, "device": {"type": device.type, "name": name, "threads": torch.get_num_threads()}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    return _found_in("/proc/driver/nvidia/version", r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+
+
+def _cpu_name() -> str:
+    return _found_in("/proc/cpuinfo", r"model name\s*: *(.+)") or platform.processor() or platform.machine()
+
+
+def _found_in(path: str, pattern: str) -> str | None:
+    """What a file of Linux's tells, where there is one."""
+    try:
+        found = re.search(pattern, Path(path).read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[1].strip() if found else None
+
+
+def process_seconds() -> float | None:
+    """How long ago this process began, where Linux tells."""
+    try:
+        after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        return uptime - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None

@@ -1,0 +1,100 @@
+"""Causal convolution on an NVIDIA GPU: shapes, memory and launches around causal_conv1d.cu, which holds the kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .nvrtc import IO, Kernels, kernels, pack
+
+WIDEST = 16  # taps
+THREADS = 128
+FORWARD_CHUNK, BACKWARD_CHUNK = 64, 128  # steps that a thread walks
+FORWARD_TILE, BACKWARD_TILE = (4, 8), (2, 8)  # channels of a thread, steps it reads at once
+
+
+def unfit(weight: Tensor) -> str | None:
+    """Why the kernels do not serve this width; None where they do."""
+    if weight.shape[1] > WIDEST:
+        return f"its kernel has at most {WIDEST} taps, and weight has {weight.shape[1]}"
+    return None
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, final state), both in x's dtype."""
+    batch, length, channels = x.shape
+    width = weight.shape[1]
+    x = _rows(x)
+    state = initial_state.to(x.dtype).contiguous() if initial_state is not None else None
+    y, final_state = x.new_empty(batch, length, channels), x.new_empty(batch, width - 1, channels)
+    v, steps = FORWARD_TILE
+    v = _together(v, (x, state), channels)
+    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, FORWARD_CHUNK)
+    blocks = math.ceil(batch * math.ceil(length / FORWARD_CHUNK) * (channels // v) / THREADS)
+    _code(width, v, steps, x.dtype, silu, doc_ids is not None).launch(
+        "conv_forward", blocks, THREADS, inputs + pack(y, final_state), x.device
+    )
+    return y, final_state
+
+
+def backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool,
+    dy: Tensor, dfinal_state: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of x, weight, bias and the initial state."""
+    batch, length, channels = x.shape
+    width = weight.shape[1]
+    x, dy = _rows(x), _rows(dy.to(x.dtype))
+    state, dfinal = (t.to(x.dtype).contiguous() if t is not None else None for t in (initial_state, dfinal_state))
+    chunks = math.ceil(length / BACKWARD_CHUNK)
+    dx = x.new_empty(batch, length, channels)
+    dinitial = x.new_empty(batch, width - 1, channels) if initial_state is not None else None
+    parts = torch.empty(batch * chunks, width + 1, channels, device=x.device)
+    v, steps = BACKWARD_TILE
+    v = _together(v, (x, state, dy, dfinal), channels)
+    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, BACKWARD_CHUNK)
+    arguments = inputs + pack(dy, *dy.stride()[:2], dfinal, dx, dinitial, parts)
+    blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
+    _code(width, v, steps, x.dtype, silu, doc_ids is not None).launch(
+        "conv_backward", blocks, THREADS, arguments, x.device
+    )
+    dparameters = parts.sum(0)  # (W + 1, D)
+    return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def _together(wanted: int, tensors: tuple[Tensor | None, ...], channels: int) -> int:
+    """How many channels of these tensors can be moved as one word: `wanted`, or 1 where they are not aligned for it."""
+    for tensor in tensors:
+        if tensor is not None:
+            size = wanted * tensor.element_size()
+            strides = [stride for stride in tensor.stride()[:2] if stride % wanted]
+            if strides or tensor.data_ptr() % size:
+                return 1
+    return wanted if channels % wanted == 0 else 1
+
+
+def _inputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, state: Tensor | None, chunk_length: int
+) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    """The struct Inputs, and what its addresses point into."""
+    weight = weight.float().contiguous()
+    bias = bias.float().contiguous() if bias is not None else None
+    documents = doc_ids.contiguous() if doc_ids is not None else None
+    packed = pack(x, *x.stride()[:2], weight, bias, documents, state, *x.shape, chunk_length)
+    return packed, (weight, bias, documents)
+
+
+@functools.cache
+def _code(width: int, v: int, steps: int, dtype: torch.dtype, silu: bool, documents: bool) -> Kernels:
+    return kernels(
+        "causal_conv1d.cu", W=width, V=v, STEPS=steps, IO=IO[dtype], SILU=int(silu), DOCUMENTS=int(documents)
+    )
