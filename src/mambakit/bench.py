@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from . import ops
 from .config import ConfigError, ModelConfig, OptimConfig
-from .device import DTYPES, autocast, choose_device, choose_dtype, keep_freed_memory
+from .device import DTYPES, autocast, choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from .files import UserError
 from .measure import Timing, copy_rate, environment, process_seconds, release_memory, time_calls, time_once
 from .model import MambaLM
+from .model.lm import Recompute
 from .training.metrics import matmul_flops, peak_memory
 from .training.optim import make_optimizer
 
@@ -557,6 +558,7 @@ class TrainingPlan:
     steps: int
     warmup_steps: int
     compiled: bool
+    recompute: Recompute
     device: torch.device
     dtype: torch.dtype
 
@@ -604,7 +606,9 @@ class Trainee:
 
 
 def _our_trainee(plan: TrainingPlan) -> Trainee:
-    model = MambaLM(plan.config).to(plan.device).train()
+    with plan.device:
+        model = MambaLM(plan.config).train()
+    model.backbone.recompute = plan.recompute
     forward = torch.compile(model) if plan.compiled else model
 
     def loss_sum(batch: Rows) -> Tensor:
@@ -696,6 +700,7 @@ class TrainingSpeed:
             "documents": plan.documents,
             "precision": _name_of(plan.dtype),
             "compile": plan.compiled,
+            "recompute": plan.recompute,
             "step": self.timing.to_json(),
             "tokens_per_second": self.tokens_per_second,
             "mfu_6_parameters": self.mfu_of_parameters,
@@ -734,7 +739,8 @@ class TrainingSpeed:
         }
         heading = (
             f"\n{plan.name}, {self.implementation}: {plan.config.num_parameters():,} parameters, "
-            f"{plan.rows} x {plan.length:,} tokens, {_name_of(plan.dtype)}{', compiled' * plan.compiled}{documents}"
+            f"{plan.rows} x {plan.length:,} tokens, {_name_of(plan.dtype)}{', compiled' * plan.compiled}, "
+            f"recompute {plan.recompute}{documents}"
         )
         return "\n".join([heading, *(f"  {name:<12}{line}" for name, line in lines.items())])
 
@@ -749,6 +755,7 @@ def measure_training(
     precision: str = "auto",
     documents: int | None = None,
     compiled: bool = False,
+    recompute: Literal["auto", "none", "light", "block"] = "auto",
     peers: bool = False,
     device: str = "auto",
 ) -> Iterator[Part]:
@@ -772,10 +779,14 @@ def measure_training(
     speeds: list[TrainingSpeed] = []
     for name, config in configs.items():
         rows = batch_rows or (ROWS.get(name, ROWS_OF_OTHERS) if on_gpu else SMALL_ROWS)
-        plan = TrainingPlan(name, config, rows, length, documents, steps, warmup_steps, compiled, place, dtype)
+        again = choose_recompute(recompute, place)
+        plan = TrainingPlan(name, config, rows, length, documents, steps, warmup_steps, compiled, again, place, dtype)
         contenders = {"mambakit": (_our_trainee, plan)}
         if peers and not absent:  # not all layers of mamba_ssm know documents, so its rows are one document each
-            contenders["mamba_ssm"] = (_peer_trainee, dataclasses.replace(plan, documents=None, compiled=False))
+            contenders["mamba_ssm"] = (
+                _peer_trainee,
+                dataclasses.replace(plan, documents=None, compiled=False, recompute="none"),
+            )
         for implementation, (build, planned) in contenders.items():
             try:
                 speed = _measure_steps(planned, implementation, build, is_first=not speeds)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .config import ConfigError
+
+if TYPE_CHECKING:
+    from .model.lm import Recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,6 +38,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "fp16" and device.type != "cuda":
         raise ConfigError(f"train.precision=fp16 needs a CUDA GPU, but the run is on {device.type}; use fp32 or bf16")
     return DTYPES[name]
+
+
+def choose_recompute(name: Literal["auto", "none", "light", "block"], device: torch.device) -> Recompute:
+    """What backward computes once more; auto takes what is cheap where memory is dear."""
+    if name == "auto":
+        return "light" if device.type == "cuda" else "none"
+    return name
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:

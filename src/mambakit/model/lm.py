@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..config import ModelConfig
 from .layers import KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .recompute import Recipes
 from .state import LayerState, State
 
 EMBEDDING_STD = 0.02
+# What backward computes once more rather than keep: nothing, what is cheap, or all of a block.
+Recompute = Literal["none", "light", "block"]
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,37 @@ class Block(nn.Module):
         self.mixer: Mamba1 | Mamba2 = Mamba1(config) if config.kind == "mamba1" else Mamba2(config)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor, doc_ids: Tensor | None, state: LayerState | None
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        doc_ids: Tensor | None,
+        state: LayerState | None,
+        recompute: Recompute = "none",
     ) -> tuple[Tensor, Tensor, LayerState]:
-        hidden, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
-        hidden, state = self.mixer(hidden, doc_ids, state)
+        if recompute == "block":
+            random = self.training and self.dropout > 0
+            arguments = (hidden, residual, doc_ids, state)
+            whole: tuple[Tensor, Tensor, LayerState] = checkpoint(
+                self.forward, *arguments, use_reentrant=False, preserve_rng_state=random
+            )
+            return whole
+        normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
+        if recompute == "light" and not torch.compiler.is_compiling():  # which decides by itself what to keep
+            hidden, state = self._mix_with_recipes(normed, residual, doc_ids, state)
+        else:
+            hidden, state = self.mixer(normed, doc_ids, state)
         return F.dropout(hidden, self.dropout, self.training), residual, state
+
+    def _mix_with_recipes(
+        self, normed: Tensor, residual: Tensor, doc_ids: Tensor | None, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        recipes, weight = Recipes(), self.norm.weight
+        if residual.dtype == torch.float32:  # a narrower sum was rounded after the norm had seen it
+            kept, dtype = residual.detach(), normed.dtype
+            recipes.add(normed, lambda: ops.normalized(kept, weight, eps=self.eps, dtype=dtype))
+        with recipes.in_place_of_tensors():
+            mixed: tuple[Tensor, LayerState] = self.mixer(normed, doc_ids, state, recipes)
+        return mixed
 
     def step(self, hidden: Tensor, residual: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:
         hidden, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
@@ -63,6 +93,7 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute: Recompute = "none"
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm_f = NormWeight(config.d_model)
@@ -73,9 +104,11 @@ class Backbone(nn.Module):
 
     def forward(self, tokens: Tensor, doc_ids: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         hidden, residual = self._start(tokens, self.config.dropout)
+        recompute = self.recompute if torch.is_grad_enabled() else "none"
         states = []
         for i, block in enumerate(self.layers):
-            hidden, residual, layer_state = block(hidden, residual, doc_ids, state.layers[i] if state else None)
+            before = state.layers[i] if state else None
+            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, recompute)
             states.append(layer_state)
         return self._finish(hidden, residual), State(tuple(states))
 

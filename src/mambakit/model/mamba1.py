@@ -12,12 +12,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
 from .layers import DtProjection, KeepsFp32, convolution, init_dt_bias_, init_linear_
+from .recompute import Recipes
 from .state import LayerState
 
 
@@ -50,15 +53,22 @@ class Mamba1(KeepsFp32):
         init_linear_(self.out_proj, scale=self.config.num_layers**-0.5)
 
     def forward(
-        self, hidden: Tensor, doc_ids: Tensor | None = None, state: LayerState | None = None
+        self,
+        hidden: Tensor,
+        doc_ids: Tensor | None = None,
+        state: LayerState | None = None,
+        recipes: Recipes | None = None,
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
         x, z = self.in_proj(hidden).chunk(2, dim=-1)  # (B, L, D) each
-        x, conv_state = ops.causal_conv1d(
-            x, self.conv1d.weight.squeeze(1), self.conv1d.bias,
+        convolve = functools.partial(
+            ops.causal_conv1d, x, self.conv1d.weight.squeeze(1), self.conv1d.bias,
             doc_ids=doc_ids, initial_state=state.conv if state else None,
         )  # fmt: skip
-        dt, B, C = self._select(x)
+        x, conv_state = convolve()
+        if recipes is not None:
+            recipes.add(x, lambda: convolve()[0])
+        dt, B, C = self._select(x, recipes)
         y, ssm_state = ops.selective_scan(
             x, dt, self._A(), B, C, self.D, z, self.dt_proj.bias,
             doc_ids=doc_ids, initial_state=state.ssm if state else None,
@@ -76,13 +86,17 @@ class Mamba1(KeepsFp32):
     def _A(self) -> Tensor:
         return -torch.exp(self.A_log)
 
-    def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _select(self, x: Tensor, recipes: Recipes | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """dt (…, D) before its bias, B and C (…, N), all chosen by the token."""
         states = self.config.state_size
         dt, B, C = self.x_proj(x).split([self.rank, states, states], dim=-1)
         if self.config.bcdt_norm:
             dt, B, C = (ops.rms_norm(part, None, eps=self.config.bcdt_norm_eps) for part in (dt, B, C))
-        return self.dt_proj(dt), B, C
+        wide = self.dt_proj(dt)
+        if recipes is not None:
+            narrow = dt.detach()
+            recipes.add(wide, lambda: self.dt_proj(narrow))
+        return wide, B, C
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..config import ModelConfig
 from .layers import KeepsFp32, NormWeight, convolution, init_dt_bias_, init_linear_
+from .recompute import Recipes
 from .state import LayerState
 
 A_RANGE = (1.0, 16.0)
@@ -52,7 +53,11 @@ class Mamba2(KeepsFp32):
         init_linear_(self.out_proj, scale=self.config.num_layers**-0.5)
 
     def forward(
-        self, hidden: Tensor, doc_ids: Tensor | None = None, state: LayerState | None = None
+        self,
+        hidden: Tensor,
+        doc_ids: Tensor | None = None,
+        state: LayerState | None = None,
+        recipes: Recipes | None = None,
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
         z, xBC, dt = self.in_proj(hidden).split(list(self.segments.values()), dim=-1)

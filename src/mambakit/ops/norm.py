@@ -47,13 +47,28 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y in x's dtype, or (y, new residual) when a residual is given."""
     group = _check(x, weight, eps, residual, gate, group_size)
-    large = f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
-    if dispatch.choose("rms_norm", x, unfit=large if group > LARGEST_GROUP_ON_GPU else None) == "reference":
+    if dispatch.choose("rms_norm", x, unfit=_too_large(group)) == "reference":
         return rms_norm_reference(
             x, weight, eps=eps, residual=residual, gate=gate, group_size=group, norm_before_gate=norm_before_gate
         )
     y, total = _norm(x, weight, eps, residual, gate, group, norm_before_gate)
     return y if residual is None else (y, total)
+
+
+def _too_large(group: int) -> str | None:
+    if group <= LARGEST_GROUP_ON_GPU:
+        return None
+    return f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
+
+
+def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch.dtype) -> Tensor:
+    """What `rms_norm` gave in `dtype`, from the new residual it gave beside it. For backward passes: has no gradient."""
+    if dispatch.choose("rms_norm", total, unfit=_too_large(total.shape[-1])) != "triton":
+        y = rms_norm(total, weight, eps=eps)
+        return y.to(dtype)
+    from .gpu import norm as kernels
+
+    return kernels.forward(total, weight, eps, None, None, total.shape[-1], False, dtype=dtype)[0]
 
 
 def _check(

@@ -25,7 +25,7 @@ from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
 from ..data.shards import TOKENIZER, TokenStream, is_shards, read_index
 from ..data.tokenize import same_tokenizer
-from ..device import choose_device, choose_dtype, keep_freed_memory
+from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from ..files import LockedError, UserError, lock, replace_json
 from ..model import LayerState, MambaLM, State
 from ..progress import say
@@ -206,6 +206,7 @@ def _open(
     _check_same_data(state, loader, checkpoint)
     _check_length(config, total_steps, val_data)
     _make_room(folder, checkpoint, state)
+    model.backbone.recompute = choose_recompute(config.train.recompute, device)
     run = Run(
         folder=folder,
         config=config,

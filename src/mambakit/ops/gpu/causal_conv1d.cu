@@ -94,22 +94,14 @@ __device__ __forceinline__ int load_past(float (&past)[HELD][V], const Inputs& i
     return age;
 }
 
-// STEPS inputs as they are stored, and the documents they belong to, read before they are needed.
-struct Ahead {
-    Stored x[STEPS];
-    int documents[DOCUMENTS ? STEPS : 1];
-};
-
+// STEPS inputs as they are stored, or the `left` ones that are there.
 __device__ __forceinline__ void fetch(Stored (&values)[STEPS], const io_t* memory, int step, int left) {
-    if (left >= STEPS) {
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) values[i] = load(memory + (index_t)step * i);
-    } else {
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i)
-            if (i < left) values[i] = load(memory + (index_t)step * i);
-    }
+    for (int i = 0; i < STEPS; ++i)
+        if (i < left) values[i] = load(memory + (index_t)step * i);
 }
+
+// The documents they belong to.
 
 __device__ __forceinline__ void fetch(int (&values)[DOCUMENTS ? STEPS : 1], const int* documents, int left) {
 #if DOCUMENTS
@@ -145,7 +137,7 @@ struct Forward {
     io_t *y, *final_state;  // (batch, length, channels), (batch, W - 1, channels)
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) conv_forward(const __grid_constant__ Forward p) {
+extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) conv_forward(const __grid_constant__ Forward p) {
     const Inputs& in = p.in;
     const Place at = find_place(in);
     if (!at.inside) return;
@@ -165,20 +157,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_forward(const __grid_
     const int* documents = in.documents + at.row * in.length + at.begin;
     const int x_step = (int)in.sx.step, y_step = (int)in.channels;
     int left = at.end - at.begin, document = DOCUMENTS ? documents[at.begin > 0 ? -1 : 0] : 0;
-    Ahead now, next;
-    fetch(next.x, x, x_step, left);
-    fetch(next.documents, documents, left);
     for (; left > 0; left -= STEPS) {
-        now = next;
-        fetch(next.x, x + (index_t)x_step * STEPS, x_step, left - STEPS);
-        fetch(next.documents, documents + STEPS, left - STEPS);
+        Stored xs[STEPS];
+        int ids[DOCUMENTS ? STEPS : 1];
+        fetch(xs, x, x_step, left);
+        fetch(ids, documents, left);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             if (i >= left) break;
-            widen_all(seen[PAST + i], now.x[i]);
-            if (DOCUMENTS && now.documents[i] != document) {
+            widen_all(seen[PAST + i], xs[i]);
+            if (DOCUMENTS && ids[i] != document) {
                 forget(seen[i]);
-                document = now.documents[i];
+                document = ids[i];
             }
             Wide out;
 #pragma unroll
@@ -222,7 +212,7 @@ struct Backward {
     float* parts;        // (batch, chunks, W + 1, channels): parts of dweight and dbias
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const __grid_constant__ Backward p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_backward(const __grid_constant__ Backward p) {
     const Inputs& in = p.in;
     const Place at = find_place(in);
     if (!at.inside) return;
@@ -242,8 +232,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const __grid
 
     // The gradient of an input is complete W - 1 steps later. What was read before the chunk began is another chunk's,
     // or the initial state's.
+    io_t* dx = p.dx + at.row * in.length * in.channels + at.channel;
+    const int ends = (int)in.length - PAST;  // from here on, inputs are in the final state
     const auto finish = [&](int t, Wide& value) {
-        if (p.dfinal && t >= (int)in.length - PAST) {
+        if (p.dfinal && t >= ends) {
             bool last = true;
 #if DOCUMENTS
             const int* documents = in.documents + at.row * in.length;
@@ -251,13 +243,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const __grid
 #endif
             if (last) {
                 Wide more;
-                widen_all(more, load(p.dfinal + (at.row * PAST + t - (in.length - PAST)) * in.channels + at.channel));
+                widen_all(more, load(p.dfinal + (at.row * PAST + t - ends) * in.channels + at.channel));
 #pragma unroll
                 for (int v = 0; v < V; ++v) value[v] += more[v];
             }
         }
         if (t >= at.begin && t < at.end)
-            store(p.dx + (at.row * in.length + t) * in.channels + at.channel, value);
+            store(dx + t * in.channels, value);
         else if (t < 0 && p.dinitial)
             store(p.dinitial + (at.row * PAST + PAST + t) * in.channels + at.channel, value);
     };
@@ -268,27 +260,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const __grid
     const int stop = (int)min((index_t)at.end + PAST, in.length);  // the chunk, and what looks back into it
     const int* documents = in.documents + at.row * in.length + at.begin;
     int left = stop - at.begin, document = DOCUMENTS ? documents[at.begin > 0 ? -1 : 0] : 0;
-    Ahead now, next;
-    Stored dys[STEPS], next_dys[STEPS];
-    fetch(next.x, x, x_step, left);
-    fetch(next_dys, dy, dy_step, left);
-    fetch(next.documents, documents, left);
     for (int t = at.begin; left > 0; t += STEPS, left -= STEPS) {
-        now = next;
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) dys[i] = next_dys[i];
-        fetch(next.x, x + (index_t)x_step * STEPS, x_step, left - STEPS);
-        fetch(next_dys, dy + (index_t)dy_step * STEPS, dy_step, left - STEPS);
-        fetch(next.documents, documents + STEPS, left - STEPS);
+        Stored xs[STEPS], dys[STEPS];
+        int ids[DOCUMENTS ? STEPS : 1];
+        fetch(xs, x, x_step, left);
+        fetch(dys, dy, dy_step, left);
+        fetch(ids, documents, left);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             if (i >= left) break;
-            widen_all(seen[PAST + i], now.x[i]);
+            widen_all(seen[PAST + i], xs[i]);
             Wide d;
             widen_all(d, dys[i]);
-            if (DOCUMENTS && now.documents[i] != document) {
+            if (DOCUMENTS && ids[i] != document) {
                 forget(seen[i]);
-                document = now.documents[i];
+                document = ids[i];
                 age = 0;
             }
             const bool counts = t + i < at.end;  // for the weights

@@ -8,12 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from .nvrtc import IO, Kernels, kernels, pack
+from .nvrtc import IO, Kernels, kernels, pack, processors
 
 WIDEST = 16  # taps
 THREADS = 128
-FORWARD_CHUNK, BACKWARD_CHUNK = 64, 128  # steps that a thread walks
-FORWARD_TILE, BACKWARD_TILE = (4, 8), (2, 8)  # channels of a thread, steps it reads at once
+CHANNELS, STEPS = 4, 4  # of a thread: channels, and steps it reads at once
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a processor holds
+LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps that a thread walks
 
 
 def unfit(weight: Tensor) -> str | None:
@@ -32,11 +33,11 @@ def forward(
     x = _rows(x)
     state = initial_state.to(x.dtype).contiguous() if initial_state is not None else None
     y, final_state = x.new_empty(batch, length, channels), x.new_empty(batch, width - 1, channels)
-    v, steps = FORWARD_TILE
-    v = _together(v, (x, state), channels)
-    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, FORWARD_CHUNK)
-    blocks = math.ceil(batch * math.ceil(length / FORWARD_CHUNK) * (channels // v) / THREADS)
-    _code(width, v, steps, x.dtype, silu, doc_ids is not None).launch(
+    v = _together((x, state), channels)
+    chunk_length = _chunk_length(x, v, FORWARD_BLOCKS, LONGEST_FORWARD)
+    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, chunk_length)
+    blocks = math.ceil(batch * math.ceil(length / chunk_length) * (channels // v) / THREADS)
+    _code(width, v, x.dtype, silu, doc_ids is not None).launch(
         "conv_forward", blocks, THREADS, inputs + pack(y, final_state), x.device
     )
     return y, final_state
@@ -51,18 +52,16 @@ def backward(
     width = weight.shape[1]
     x, dy = _rows(x), _rows(dy.to(x.dtype))
     state, dfinal = (t.to(x.dtype).contiguous() if t is not None else None for t in (initial_state, dfinal_state))
-    chunks = math.ceil(length / BACKWARD_CHUNK)
+    v = _together((x, state, dy, dfinal), channels)
+    chunk_length = _chunk_length(x, v, BACKWARD_BLOCKS, LONGEST_BACKWARD)
+    chunks = math.ceil(length / chunk_length)
     dx = x.new_empty(batch, length, channels)
     dinitial = x.new_empty(batch, width - 1, channels) if initial_state is not None else None
     parts = torch.empty(batch * chunks, width + 1, channels, device=x.device)
-    v, steps = BACKWARD_TILE
-    v = _together(v, (x, state, dy, dfinal), channels)
-    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, BACKWARD_CHUNK)
+    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, chunk_length)
     arguments = inputs + pack(dy, *dy.stride()[:2], dfinal, dx, dinitial, parts)
     blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
-    _code(width, v, steps, x.dtype, silu, doc_ids is not None).launch(
-        "conv_backward", blocks, THREADS, arguments, x.device
-    )
+    _code(width, v, x.dtype, silu, doc_ids is not None).launch("conv_backward", blocks, THREADS, arguments, x.device)
     dparameters = parts.sum(0)  # (W + 1, D)
     return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
 
@@ -71,15 +70,24 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
-def _together(wanted: int, tensors: tuple[Tensor | None, ...], channels: int) -> int:
-    """How many channels of these tensors can be moved as one word: `wanted`, or 1 where they are not aligned for it."""
+def _together(tensors: tuple[Tensor | None, ...], channels: int) -> int:
+    """How many channels of these tensors are moved as one word: CHANNELS, or 1 where they are not aligned for it."""
     for tensor in tensors:
         if tensor is not None:
-            size = wanted * tensor.element_size()
-            strides = [stride for stride in tensor.stride()[:2] if stride % wanted]
-            if strides or tensor.data_ptr() % size:
+            steps = [stride for stride in tensor.stride()[:2] if stride % CHANNELS]
+            if steps or tensor.data_ptr() % (CHANNELS * tensor.element_size()):
                 return 1
-    return wanted if channels % wanted == 0 else 1
+    return CHANNELS if channels % CHANNELS == 0 else 1
+
+
+def _chunk_length(x: Tensor, v: int, blocks_held: int, longest: int) -> int:
+    """Steps that a thread walks: at most `longest`, and so that the last round of blocks fills the GPU too."""
+    batch, length, channels = x.shape
+    at_once = blocks_held * processors(x.device) * THREADS  # threads
+    threads = batch * (channels // v)
+    rounds = math.ceil(threads * length / longest / at_once)
+    chunks = max(1, rounds * at_once // threads)
+    return max(8 * STEPS, math.ceil(length / chunks / STEPS) * STEPS)
 
 
 def _inputs(
@@ -94,7 +102,8 @@ def _inputs(
 
 
 @functools.cache
-def _code(width: int, v: int, steps: int, dtype: torch.dtype, silu: bool, documents: bool) -> Kernels:
+def _code(width: int, v: int, dtype: torch.dtype, silu: bool, documents: bool) -> Kernels:
     return kernels(
-        "causal_conv1d.cu", W=width, V=v, STEPS=steps, IO=IO[dtype], SILU=int(silu), DOCUMENTS=int(documents)
-    )
+        "causal_conv1d.cu", W=width, V=v, STEPS=STEPS, IO=IO[dtype], SILU=int(silu), DOCUMENTS=int(documents),
+        FORWARD_BLOCKS=FORWARD_BLOCKS, BACKWARD_BLOCKS=BACKWARD_BLOCKS,
+    )  # fmt: skip

@@ -109,10 +109,10 @@ def _backward_kernel(
 
 def forward(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, gate_last: bool,
+    group: int, gate_last: bool, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y in x's dtype, x + residual in the residual's), both contiguous and of x's shape."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """(y in x's dtype or another, x + residual in the residual's), both contiguous and of x's shape."""
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if residual is not None else None
     channels, rows = x.shape[-1], x.numel() // x.shape[-1]
     tile_rows, columns, warps = _tile(group)

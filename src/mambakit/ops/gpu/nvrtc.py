@@ -242,9 +242,7 @@ class Kernels:
         buffer = ctypes.create_string_buffer(arguments, len(arguments))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
-        _check_driver(
-            _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, parameters, None)
-        )
+        _check_driver(_driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, parameters, None))
         return None
 
     def _load(self, index: int, name: str, shared: int) -> ctypes.c_void_p:
@@ -266,6 +264,12 @@ class Kernels:
 def kernels(file: str, **constants: int) -> Kernels:
     """The same object for the same file and constants, so that each is compiled and loaded once."""
     return Kernels(file, **constants)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def pack(*values: int | torch.Tensor | None) -> bytes:

@@ -508,10 +508,7 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
                                               float (&ddt)[BEHIND][OWN], Tile& g, Tile& dA, const Tile& A,
                                               BackwardShared& shared, const BlockShared& block, int tile,
                                               unsigned starts, const Place& at) {
-    Tile h, after[BEHIND];  // after[i]: the state after step i
-#if !RECOMPUTE
-    Tile decay[BEHIND];
-#endif
+    Tile h, after[BEHIND], decay[BEHIND];  // after[i]: the state after step i
     const auto load_start = [&] {
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
@@ -533,11 +530,8 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
             sums[c] = 0.f;
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
-                float kept = exp2_(dt[c] * A[c][s]);
-#if !RECOMPUTE
-                decay[i][c][s] = kept;
-#endif
-                h[c][s] = fmaf(kept, h[c][s], u[c] * B[s]);
+                decay[i][c][s] = exp2_(dt[c] * A[c][s]);
+                h[c][s] = fmaf(decay[i][c][s], h[c][s], u[c] * B[s]);
                 after[i][c][s] = h[c][s];
                 if (HAS_Z) sums[c] = fmaf(h[c][s], Cs[s], sums[c]);
             }
@@ -561,17 +555,12 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
             sums_u[c] = sums_dt[c] = 0.f;
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
-#if RECOMPUTE
-                float kept = exp2_(dt[c] * A[c][s]);
-#else
-                float kept = decay[i][c][s];
-#endif
                 float before = begins ? 0.f : i ? after[(i + BEHIND - 1) % BEHIND][c][s] : h[c][s];
                 float grad = fmaf(Cs[s], dy[c], g[c][s]);
                 sums_BC[s] = c ? fmaf(grad, u[c], sums_BC[s]) : grad * u[c];
                 sums_BC[NS + s] = c ? fmaf(after[i][c][s], dy[c], sums_BC[NS + s]) : after[i][c][s] * dy[c];
                 sums_u[c] = fmaf(grad, B[s], sums_u[c]);
-                float passed = grad * kept;
+                float passed = grad * decay[i][c][s];
                 float rate = passed * before;
                 sums_dt[c] = fmaf(rate, A[c][s], sums_dt[c]);
                 dA[c][s] = fmaf(rate, dt[c], dA[c][s]);

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .nvrtc import IO, Kernels, kernels, pack
+from .nvrtc import IO, Kernels, kernels, pack, processors
 
 KEEP = 32  # steps between the states that forward keeps
 AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward
@@ -21,7 +21,6 @@ LARGEST_STATE = 64
 WARPS, THREADS = 4, 128
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a processor should hold at once
 RELAYS = 8
-RECOMPUTE = 0
 CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256
 
 
@@ -46,19 +45,14 @@ def _channels_per_block(num_states: int) -> int:
     return WARPS * 32 // _lanes(num_states) * 4
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _chunk_length(x: Tensor, num_states: int, blocks_held: int) -> int:
     """All of time where there are blocks enough for every processor; else a length that makes many more than needed,
     so that the last ones to end are few."""
     batch, length, channels = x.shape
     blocks = batch * math.ceil(channels / _channels_per_block(num_states))
-    if 2 * blocks >= blocks_held * _processors(x.device):
+    if 2 * blocks >= blocks_held * processors(x.device):
         return length
-    chunks = math.ceil(CHUNKED_ROUNDS * blocks_held * _processors(x.device) / blocks)
+    chunks = math.ceil(CHUNKED_ROUNDS * blocks_held * processors(x.device) / blocks)
     return max(SHORTEST_CHUNK, math.ceil(length / chunks / KEEP) * KEEP)
 
 
@@ -107,8 +101,10 @@ class _Call:
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Channels next to each other, and steps near enough for an offset of 32 bits."""
     tensor = tensor.to(dtype)
-    return tensor if tensor.stride(2) == 1 or tensor.shape[2] == 1 else tensor.contiguous()
+    is_plain = tensor.stride(2) == 1 or tensor.shape[2] == 1
+    return tensor if is_plain and tensor.stride(1) * tensor.element_size() < 2**31 else tensor.contiguous()
 
 
 def _parameter(tensor: Tensor | None) -> Tensor | None:
@@ -152,7 +148,7 @@ def backward(
     call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, more=(dy,))
     dy, num_states = call.more[0], call.num_states
     chunk_length, relayed = _chunk_length(x, num_states, BACKWARD_BLOCKS), False
-    resident = BACKWARD_BLOCKS * _processors(x.device)
+    resident = BACKWARD_BLOCKS * processors(x.device)
     if chunk_length == call.length and call.blocks * call.batch > resident:  # hand work on, so that no processor idles
         chunk_length, relayed = max(8, math.ceil(call.length / RELAYS / KEEP)) * KEEP, True
     chunks = math.ceil(call.length / chunk_length)
@@ -178,7 +174,7 @@ def backward(
         dy, *dy.stride()[:2], entering, kept, dx, ddt, dz, dBC, parts, dinitial, None, None, relay, done
     )  # fmt: skip
     shared = _backward_shared(num_states)
-    code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS, RECOMPUTE=RECOMPUTE)
+    code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS)
     code.launch("scan_backward", blocks, THREADS, arguments, call.device, shared=shared)
     dB, dC = new(B.shape, dtype=call.io), new(C.shape, dtype=call.io)
     steps = call.batch * call.length

@@ -1,0 +1,83 @@
+"""What autograd need not keep: a recipe in place of a tensor, which is made once more when its gradient is due.
+
+Between the matrix products of a block lie tensors as wide as their inputs that are cheap to make: the norm's output, the
+convolution's, dt. Kept for backward, they are a third of all memory. The recipes run the very operators that made them,
+so a run with recipes has the same bits as one without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Recipe:
+    """How to make a tensor again. It is held from the first to the last of its uses in a backward pass."""
+
+    def __init__(self, made: Tensor, make: Callable[[], Tensor]) -> None:
+        self._make, self._device_type, self._dtype = make, made.device.type, made.dtype
+        self._autocast = torch.is_autocast_enabled(made.device.type), torch.get_autocast_dtype(made.device.type)
+        self._uses = self._left = 0
+        self._made: Tensor | None = None
+
+    def use(self, shape: torch.Size) -> tuple[Recipe, torch.Size]:
+        self._uses += 1
+        self._left = self._uses
+        return self, shape
+
+    def make(self, shape: torch.Size) -> Tensor:
+        if self._made is None:
+            enabled, dtype = self._autocast
+            with torch.no_grad(), torch.autocast(self._device_type, dtype, enabled):
+                self._made = self._make().to(self._dtype)
+        made = self._made
+        self._left -= 1
+        if self._left == 0:  # a graph that is kept may come by again
+            self._made, self._left = None, self._uses
+        return made.view(shape)
+
+
+class Recipes:
+    """The recipes of one block's forward pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Recipe]] = {}  # by where the tensor's memory begins
+
+    def add(self, made: Tensor, make: Callable[[], Tensor]) -> None:
+        self._known[made.untyped_storage().data_ptr()] = made, Recipe(made, make)
+
+    @contextlib.contextmanager
+    def in_place_of_tensors(self) -> Iterator[None]:
+        """While open, what autograd would keep of the tensors that were added is their recipe."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._known.clear()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        made, recipe = self._known.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if made is None or recipe is None or not _is_all_of(tensor, made):
+            return tensor
+        return recipe.use(tensor.shape)
+
+
+def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of all of it in the same order."""
+    return (
+        tensor.numel() == made.numel()
+        and tensor.dtype == made.dtype
+        and tensor.is_contiguous()
+        and made.is_contiguous()
+        and tensor.data_ptr() == made.data_ptr()
+    )
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    recipe, shape = packed
+    made: Tensor = recipe.make(shape)
+    return made
