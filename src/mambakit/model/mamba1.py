@@ -60,12 +60,11 @@ class Mamba1(KeepsFp32):
         recipes: Recipes | None = None,
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
-        x, z = self.in_proj(hidden).chunk(2, dim=-1)  # (B, L, D) each
         convolve = functools.partial(
-            ops.causal_conv1d, x, self.conv1d.weight.squeeze(1), self.conv1d.bias,
+            ops.causal_conv1d_beside, self.in_proj(hidden), self.conv1d.weight.squeeze(1), self.conv1d.bias,
             doc_ids=doc_ids, initial_state=state.conv if state else None,
         )  # fmt: skip
-        x, conv_state = convolve()
+        x, z, conv_state = convolve()  # (B, L, D) each
         if recipes is not None:
             recipes.add(x, lambda: convolve()[0])
         dt, B, C = self._select(x, recipes)

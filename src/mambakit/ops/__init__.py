@@ -5,7 +5,7 @@ everywhere. `doc_ids` (int32, (B, L), non-decreasing) says which document a toke
 and convolution restart from zero.
 """
 
-from .causal_conv1d import causal_conv1d, causal_conv1d_step
+from .causal_conv1d import causal_conv1d, causal_conv1d_beside, causal_conv1d_step
 from .cross_entropy import linear_cross_entropy
 from .dispatch import backend
 from .norm import normalized, rms_norm
@@ -15,6 +15,7 @@ from .ssd import ssd, ssd_step
 __all__ = [
     "backend",
     "causal_conv1d",
+    "causal_conv1d_beside",
     "causal_conv1d_step",
     "linear_cross_entropy",
     "normalized",

@@ -227,7 +227,12 @@ def _scan_backward_fake(
     initial_state: Tensor | None,
     *_: object,
 ) -> list[Tensor]:
-    return empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
+    grads = empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
+    if z is not None and z.device.type == "cuda":
+        from .gpu.selective_scan import gradient_beside
+
+        grads[6] = gradient_beside(z)
+    return grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -208,6 +208,7 @@ struct Backward {
     Strides sdy;
     const io_t* dfinal;  // (batch, W - 1, channels), contiguous, or null
     io_t* dx;            // (batch, length, channels)
+    Strides sdx;
     io_t* dinitial;      // (batch, W - 1, channels) or null
     float* parts;        // (batch, chunks, W + 1, channels): parts of dweight and dbias
 };
@@ -232,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_back
 
     // The gradient of an input is complete W - 1 steps later. What was read before the chunk began is another chunk's,
     // or the initial state's.
-    io_t* dx = p.dx + at.row * in.length * in.channels + at.channel;
+    io_t* dx = p.dx + at.row * p.sdx.row + at.channel;
     const int ends = (int)in.length - PAST;  // from here on, inputs are in the final state
     const auto finish = [&](int t, Wide& value) {
         if (p.dfinal && t >= ends) {
@@ -249,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_back
             }
         }
         if (t >= at.begin && t < at.end)
-            store(dx + t * in.channels, value);
+            store(dx + t * p.sdx.step, value);
         else if (t < 0 && p.dinitial)
             store(p.dinitial + (at.row * PAST + PAST + t) * in.channels + at.channel, value);
     };

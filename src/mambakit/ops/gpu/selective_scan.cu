@@ -438,6 +438,7 @@ struct Backward {
     const float* entering;  // (batch, chunks, channels, N): the gradient of the state after each chunk; or null
     const float* kept;
     io_t *dx, *ddt, *dz;  // (batch, length, channels)
+    Strides sdz;
     float* dBC;           // (blocks of channels, batch, length, 2 N): parts of the sums over channels
     float* parts;         // (batch, chunks, channels, N + 2): parts of dA, dD and dbias
     float* dinitial;      // (batch, channels, N) or null
@@ -657,6 +658,8 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     if (HAS_Z) fetch_from(z, zs, steps - last);
     fetch_from(dy, dys, steps - last);
     index_t place = (at.row * in.length + t0 + last) * in.channels + at.first + at.own;
+    io_t* dz = p.dz + at.row * p.sdz.row + (t0 + last) * p.sdz.step + at.first + at.own;
+    const int dz_step = (int)p.sdz.step;
 #pragma unroll 1
     for (int tile = TILES - 1; tile >= 0; --tile) {
         const int left = steps - tile * BEHIND;
@@ -698,7 +701,7 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             backward_tile<true>(y, du, ddt, g, dA, A, shared, block, tile, starts, at);
         else
             backward_tile<false>(y, du, ddt, g, dA, A, shared, block, tile, 0, at);
-        io_t *dx = p.dx + place, *ddt_out = p.ddt + place, *dz = p.dz + place;
+        io_t *dx = p.dx + place, *ddt_out = p.ddt + place;
 #pragma unroll
         for (int i = 0; i < BEHIND; ++i)
 #pragma unroll
@@ -712,13 +715,14 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
                     dx[offset] = narrow(fmaf(du[i][j], step, skipped));
                     ddt_out[offset] = narrow(dv);
 #if HAS_Z
-                    dz[offset] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[i][at.own + j]);
+                    dz[(index_t)dz_step * i + j] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[i][at.own + j]);
 #endif
                 }
                 dD[j] = fmaf(dplain, input, dD[j]);
                 dbias[j] += whole || i < left ? dv : 0.f;
             }
         place -= (index_t)out_step * BEHIND;
+        dz -= (index_t)dz_step * BEHIND;
         __syncwarp();
     }
 

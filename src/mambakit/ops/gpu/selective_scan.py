@@ -115,6 +115,17 @@ def _parameter(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def gradient_beside(z: Tensor) -> Tensor:
+    """Memory for z's gradient. Where z is a part of wider rows, so is its gradient, and those who made the rows may
+    write what belongs beside it into the same memory."""
+    batch, length, channels = z.shape
+    width = z.stride(1)
+    first = z.storage_offset() % width if width else 0
+    if width <= channels or z.stride() != (length * width, width, 1) or first + channels > width:
+        return z.new_empty(z.shape)
+    return z.new_empty(batch, length, width)[..., first : first + channels]
+
+
 def forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
@@ -161,17 +172,18 @@ def backward(
         done = torch.zeros(1 + call.blocks * call.batch, dtype=torch.int32, device=call.device)
     elif chunks > 1:
         states, total_dt = call.states(chunks), new(call.batch, chunks, call.channels)
-        arguments = inputs + pack(dy, *dy.stride()[:2], *[None] * 8, states, total_dt, None, None)
+        arguments = inputs + pack(dy, *dy.stride()[:2], *[None] * 10, states, total_dt, None, None)
         call.kernels("CHUNKED").launch("scan_reaching", blocks, THREADS, arguments, call.device)
         call.carry(states, total_dt, entering, backwards=True)
         entering = states
     dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
-    dz = new(x.shape, dtype=call.io) if z is not None else None
+    dz = gradient_beside(call.z) if call.z is not None else None
     dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
     parts = new(call.batch * chunks, call.channels, num_states + 2)
     dinitial = new(call.batch, *A.shape) if with_initial else None
     arguments = inputs + pack(
-        dy, *dy.stride()[:2], entering, kept, dx, ddt, dz, dBC, parts, dinitial, None, None, relay, done
+        dy, *dy.stride()[:2], entering, kept, dx, ddt, dz, *(dz if dz is not None else dx).stride()[:2], dBC, parts,
+        dinitial, None, None, relay, done,
     )  # fmt: skip
     shared = _backward_shared(num_states)
     code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS)
