@@ -28,7 +28,7 @@ from . import ops
 from .config import ConfigError, ModelConfig, OptimConfig
 from .device import DTYPES, autocast, choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from .files import UserError
-from .measure import Timing, copy_rate, environment, process_seconds, release_memory, time_calls, time_once
+from .measure import StepClock, Timing, copy_rate, environment, process_seconds, release_memory, time_calls
 from .model import MambaLM
 from .model.lm import Recompute
 from .training.metrics import matmul_flops, peak_memory
@@ -821,29 +821,31 @@ def _measure_steps(
     trainee, batches = build(plan), plan.batches()
     losses: list[float] = []
 
-    def step() -> float:
-        """Seconds of one more step. As in training, the loss is read once it is over."""
-        batch, loss = next(batches), torch.zeros(())
+    def run(count: int) -> list[float]:
+        """Seconds of each of so many steps. As in training, a loss is read when the next step is under way."""
+        clock = StepClock(plan.device)
+        unread: Tensor | None = None
+        for _ in range(count):
+            loss = trainee.step(next(batches))
+            clock.tick()
+            if unread is not None:
+                losses.append(float(unread))
+            unread = loss
+        if unread is not None:
+            losses.append(float(unread))
+        for number, value in enumerate(losses, 1):
+            if not math.isfinite(value):
+                raise FloatingPointError(f"{plan.name}: the loss of step {number} is {value}")
+        return clock.seconds()
 
-        def run() -> None:
-            nonlocal loss
-            loss = trainee.step(batch)
-
-        seconds = time_once(run, plan.device)
-        losses.append(float(loss))
-        if not math.isfinite(losses[-1]):
-            raise FloatingPointError(f"{plan.name}: the loss of step {len(losses)} is {losses[-1]}")
-        return seconds
-
-    step()
+    run(1)
     first_step_seconds = time.perf_counter() - started
     cold_start_seconds = process_seconds() if is_first else None
     before = measure_ceilings(plan.device, plan.dtype)  # gives back free memory, which the warm-up takes again
-    for _ in range(plan.warmup_steps):
-        step()
+    run(plan.warmup_steps)
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(plan.device)
-    timing = Timing(tuple(step() for _ in range(plan.steps)))
+    timing = Timing(tuple(run(plan.steps)))
     peak = peak_memory(plan.device)
     after = measure_ceilings(plan.device, plan.dtype)
     return TrainingSpeed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
 import os
 import platform
@@ -67,6 +68,30 @@ def time_once(function: Callable[[], object], device: torch.device) -> float:
     function()
     synchronize(device)
     return time.perf_counter() - started
+
+
+class StepClock:
+    """The time between ticks: the device's own on a CUDA GPU, which may be behind the host; the host's elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.tick()
+
+    def tick(self) -> None:
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            synchronize(self._device)
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each step between two ticks."""
+        synchronize(self._device)
+        between = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(self._events)]
+        return between or [end - begin for begin, end in itertools.pairwise(self._times)]
 
 
 def time_calls(

@@ -1,8 +1,8 @@
 """What autograd need not keep: a recipe in place of a tensor, which is made once more when its gradient is due.
 
-Between the matrix products of a block lie tensors as wide as their inputs that are cheap to make: the norm's output, the
-convolution's, dt. Kept for backward, they are a third of all memory. The recipes run the very operators that made them,
-so a run with recipes has the same bits as one without.
+Between the matrix products of a block lie tensors as wide as their inputs that are cheap to make: the norm's output,
+the convolution's, dt. Kept for backward, they are a third of all memory. The recipes run the very operators that made
+them, so a run with recipes has the same bits as one without.
 """
 
 from __future__ import annotations

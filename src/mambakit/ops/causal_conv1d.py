@@ -61,7 +61,7 @@ def causal_conv1d_beside(
     silu = _is_silu("causal_conv1d", activation)
     is_served = xz.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
     if is_served and dispatch.choose("causal_conv1d", xz, unfit=_unfit(xz, weight)) == "cuda":
-        y, z, final_state = _ConvBeside.apply(xz, weight, bias, doc_ids, initial_state, silu)
+        y, z, final_state = _ConvBeside.apply(xz, weight, bias, doc_ids, initial_state, silu)  # type: ignore[no-untyped-call]
         return y, z, final_state
     y, final_state = causal_conv1d(x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation)
     return y, z, final_state

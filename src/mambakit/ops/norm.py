@@ -62,7 +62,7 @@ def _too_large(group: int) -> str | None:
 
 
 def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch.dtype) -> Tensor:
-    """What `rms_norm` gave in `dtype`, from the new residual it gave beside it. For backward passes: has no gradient."""
+    """What `rms_norm` gave in `dtype`, from the new residual it gave beside it. For backward passes: no gradient."""
     if dispatch.choose("rms_norm", total, unfit=_too_large(total.shape[-1])) != "triton":
         y = rms_norm(total, weight, eps=eps)
         return y.to(dtype)

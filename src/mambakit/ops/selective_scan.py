@@ -56,7 +56,7 @@ def _unfit(x: Tensor, A: Tensor) -> str | None:
         return None
     from .gpu.selective_scan import unfit
 
-    return unfit(x, A)
+    return unfit(A)
 
 
 def selective_scan_step(
@@ -208,7 +208,7 @@ def _scan_backward_cuda(*arguments: Any) -> list[Tensor]:
     from .gpu import selective_scan as kernels
 
     *given, initial_state, kept, dy, dfinal_state = arguments
-    grads = kernels.backward(*given, initial_state is not None, kept, dy, dfinal_state)
+    grads = kernels.backward(tuple(given), initial_state is not None, kept, dy, dfinal_state)
     return gradients(grads, [*given[:8], initial_state])
 
 

@@ -52,6 +52,17 @@ class Progress:
     evaluations_without_gain: int = 0
 
 
+@dataclass(frozen=True)
+class Step:
+    """A finished step whose loss the device may still be computing."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    rate: float
+    num_tokens: int
+    progress: Progress  # after it
+
+
 @dataclass
 class Run:
     """A run in memory."""
@@ -77,6 +88,8 @@ class Run:
     display: Display
     stopper: Stopper
     progress: Progress = dataclasses.field(default_factory=Progress)
+    unrecorded: Step | None = None  # the last one, on a GPU: recorded when the next is under way
+    clock: float = 0.0  # when the last step was recorded, or the one after a break began
     carried: State | None = None  # (rows of a batch) with data.carry_state
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
     epoch_rows: int | None = None
@@ -101,6 +114,7 @@ def loop(run: Run) -> None:
                 if is_save_due(run):
                     save(run)
                 if run.is_done:
+                    record_last_step(run)
                     tidy(run)
                     return
                 step(run)
@@ -112,7 +126,8 @@ def loop(run: Run) -> None:
 def step(run: Run) -> None:
     """One optimizer step over a whole batch, in micro-batches."""
     config, progress = run.config, run.progress
-    begin = time.perf_counter()
+    if run.unrecorded is None:
+        run.clock = time.perf_counter()
     batch = next(run.batches, None)
     if batch is None:
         save(run)
@@ -137,7 +152,10 @@ def step(run: Run) -> None:
     progress.step += 1
     progress.tokens += num_tokens
     progress.next_row += batch.num_rows
-    _record_step(run, float(loss), float(norm), rate, num_tokens, begin)  # sync point
+    record_last_step(run)
+    run.unrecorded = Step(loss, norm, rate, num_tokens, dataclasses.replace(progress))
+    if run.device.type != "cuda":  # only a GPU works on by itself
+        record_last_step(run)
 
 
 def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
@@ -173,19 +191,25 @@ def _state_before(run: Run, micro: Batch, begin: int) -> State | None:
     return run.carried.map(lambda memory: memory[begin : begin + micro.num_rows]).keep(micro.carries)
 
 
-def _record_step(run: Run, loss: float, norm: float, rate: float, num_tokens: int, begin: float) -> None:
-    seconds = time.perf_counter() - begin
-    flops = run.config.model.flops_per_token(training=True) * num_tokens
+def record_last_step(run: Run) -> None:
+    """Write down the step that is not yet, once its loss is there."""
+    step, run.unrecorded = run.unrecorded, None
+    if step is None:
+        return
+    loss, norm = float(step.loss), float(step.grad_norm)  # sync point
+    now = time.perf_counter()
+    seconds, run.clock = now - run.clock, now
+    flops = run.config.model.flops_per_token(training=True) * step.num_tokens
     record: dict[str, Any] = {
         "type": "train",
-        "step": run.progress.step,
+        "step": step.progress.step,
         "loss": loss,
         "bits_per_byte": _bits_per_byte(run.train_data, loss),
-        "lr": rate,
+        "lr": step.rate,
         "grad_norm": norm,
-        "tokens": run.progress.tokens,
-        "epoch": run.progress.next_row / run.epoch_rows if run.epoch_rows else None,
-        "tokens_per_second": num_tokens / seconds,
+        "tokens": step.progress.tokens,
+        "epoch": step.progress.next_row / run.epoch_rows if run.epoch_rows else None,
+        "tokens_per_second": step.num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device),
     }
@@ -203,10 +227,14 @@ def look(run: Run) -> None:
     if progress.looked_at == progress.step or progress.step == 0:
         return
     is_last = progress.step == run.total_steps
+    evaluates = run.val_ranges and _is_due(progress.step, config.train.eval_every, is_last)
+    samples = _is_due(progress.step, config.track.sample_every, is_last)
+    if evaluates or samples:
+        record_last_step(run)
     records = []
-    if run.val_ranges and config.train.eval_every and (progress.step % config.train.eval_every == 0 or is_last):
+    if evaluates:
         records.append(_evaluate(run))
-    if config.track.sample_every and (progress.step % config.track.sample_every == 0 or is_last):
+    if samples:
         records += _sample(run)
     progress.looked_at = progress.step
     for record in records:
@@ -216,6 +244,10 @@ def look(run: Run) -> None:
             _note_best(run, record["loss"])
         else:
             run.display.sampled(record)
+
+
+def _is_due(step: int, every: int, is_last: bool) -> bool:
+    return every > 0 and (step % every == 0 or is_last)
 
 
 def _evaluate(run: Run) -> dict[str, Any]:
@@ -278,6 +310,7 @@ def is_save_due(run: Run) -> bool:
 
 def save(run: Run) -> None:
     """Write a checkpoint of the last finished step, unless there is one."""
+    record_last_step(run)
     progress = run.progress
     if progress.step != run.saved_step:
         run.display.doing("saving")

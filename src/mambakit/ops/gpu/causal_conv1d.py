@@ -35,7 +35,7 @@ def forward(
     y, final_state = x.new_empty(batch, length, channels), x.new_empty(batch, width - 1, channels)
     v = _together((x, state), channels)
     chunk_length = _chunk_length(x, v, FORWARD_BLOCKS, LONGEST_FORWARD)
-    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, chunk_length)
+    inputs, _held = _inputs(x, weight, bias, doc_ids, state, chunk_length)
     blocks = math.ceil(batch * math.ceil(length / chunk_length) * (channels // v) / THREADS)
     _code(width, v, x.dtype, silu, doc_ids is not None).launch(
         "conv_forward", blocks, THREADS, inputs + pack(y, final_state), x.device
@@ -58,7 +58,7 @@ def backward(
     chunks = math.ceil(length / chunk_length)
     dinitial = x.new_empty(batch, width - 1, channels) if initial_state is not None else None
     parts = torch.empty(batch * chunks, width + 1, channels, device=x.device)
-    inputs, keep_alive = _inputs(x, weight, bias, doc_ids, state, chunk_length)
+    inputs, _held = _inputs(x, weight, bias, doc_ids, state, chunk_length)
     arguments = inputs + pack(dy, *dy.stride()[:2], dfinal, dx, *dx.stride()[:2], dinitial, parts)
     blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
     _code(width, v, x.dtype, silu, doc_ids is not None).launch("conv_backward", blocks, THREADS, arguments, x.device)

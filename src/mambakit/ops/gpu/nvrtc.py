@@ -230,7 +230,7 @@ class Kernels:
     def launch(
         self, name: str, blocks: int, threads: int, arguments: bytes, device: torch.device, *, shared: int = 0
     ) -> None:
-        """Start `blocks` of `threads` on torch's current stream. `arguments` is the kernel's one parameter, a struct."""
+        """Start `blocks` of `threads` on torch's current stream. `arguments` is its one parameter, a struct."""
         index = device.index if device.index is not None else torch.cuda.current_device()
         if torch.cuda.current_device() != index:
             with torch.cuda.device(index):

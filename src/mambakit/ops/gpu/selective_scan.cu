@@ -5,16 +5,14 @@
 // warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and gradients per
 // channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
 //
-// Compiled with N (states), IO (common.cuh), HAS_Z, SOFTPLUS; KEEP, the steps between states that forward keeps for
-// backward; AHEAD and BEHIND, the steps of a tile in either direction. All states of a tile of BEHIND are in registers.
+// Compiled with N (states); NC and NS, the channels and states of a thread; IO (common.cuh); HAS_Z; SOFTPLUS; WARPS of a
+// block; KEEP, the steps between states that forward keeps for backward; AHEAD and BEHIND, the steps of a tile in either
+// direction: all states of a tile of BEHIND are in registers.
 
-#define NC 4  // channels of a thread
-#define NS 4  // states of a thread
-#define Q (N <= 4 ? 1 : N <= 8 ? 2 : N <= 16 ? 4 : N <= 32 ? 8 : 16)  // lanes that share channels
+#define Q (N <= NS ? 1 : N <= 2 * NS ? 2 : N <= 4 * NS ? 4 : N <= 8 * NS ? 8 : 16)  // lanes that share channels
 #define PADDED (Q * NS)                                                 // N, or a little more
 #define CHANNELS (32 / Q * NC)                                          // of a warp
 #define OWN (Q < NC ? NC / Q : 1)  // channels whose inputs and outputs a lane moves; past C lanes, one in Q / C lanes
-#define WARPS 4
 
 struct Strides {
     index_t row, step;

@@ -9,51 +9,77 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .nvrtc import IO, Kernels, kernels, pack, processors
 
-KEEP = 32  # steps between the states that forward keeps
+NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; as NC and NS in the source
 AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward
 LARGEST_STATE = 64
-WARPS, THREADS = 4, 128
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a processor should hold at once
-RELAYS = 8
-CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256
+# Below this share of the blocks that all processors hold, time is cut into chunks: what the chunks cost, and no more.
+FORWARD_FILLED, BACKWARD_FILLED = 0.4, 0.75
+CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256  # chunks: how often they fill all processors, and the fewest steps of one
+RELAYS = 8  # parts of a row that are handed from block to block where blocks do not fill the last round
+# GPUs that lend a block 160 KB of shared memory and more, by compute capability; others lend 64 or 99.
+ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 
 
-def unfit(x: Tensor, A: Tensor) -> str | None:
+def unfit(A: Tensor) -> str | None:
     """Why the kernels do not serve these sizes; None where they do."""
     if A.shape[1] > LARGEST_STATE:
         return f"its kernel holds at most {LARGEST_STATE} states, and A has {A.shape[1]}"
     return None
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the work of a warp is laid out in its threads and in shared memory."""
+
+    num_states: int
+    keep: int  # steps between the states that forward keeps
+    warps: int  # of a block
+
+    @property
+    def lanes(self) -> int:
+        """That share channels; as Q in the source."""
+        return max(1, 1 << (math.ceil(self.num_states / NUM_STATES) - 1).bit_length())
+
+    @property
+    def warp_channels(self) -> int:
+        return 32 // self.lanes * NUM_CHANNELS
+
+    @property
+    def block_channels(self) -> int:
+        return self.warps * self.warp_channels
+
+    @property
+    def backward_shared(self) -> int:
+        """Bytes of shared memory of a block; as BlockShared in the source."""
+        states = self.keep // BEHIND * NUM_CHANNELS * 32 * NUM_STATES
+        padded = self.lanes * NUM_STATES
+        per_warp = states + BEHIND * 2 * padded + 6 * BEHIND * self.warp_channels
+        return 4 * (self.warps * per_warp + 2 * self.keep * padded)
+
+
+@functools.cache
+def layout(num_states: int, device: torch.device) -> Layout:
+    """What fits in the shared memory of this GPU."""
+    is_roomy = torch.cuda.get_device_capability(device) in ROOMY
+    keep, room = (32, 160 * 1024) if is_roomy else (16, 64 * 1024)
+    warps = 4
+    while Layout(num_states, keep, warps).backward_shared > room:
+        warps //= 2
+    return Layout(num_states, keep, warps)
+
+
 def kept_shape(x: Tensor, A: Tensor) -> tuple[int, int, int, int]:
     """Of the states that forward keeps."""
-    return x.shape[0], math.ceil(x.shape[1] / KEEP), *A.shape
-
-
-def _lanes(num_states: int) -> int:
-    """How many lanes share channels; as Q in the source."""
-    return max(1, 1 << (math.ceil(num_states / 4) - 1).bit_length())
-
-
-def _channels_per_block(num_states: int) -> int:
-    return WARPS * 32 // _lanes(num_states) * 4
-
-
-def _chunk_length(x: Tensor, num_states: int, blocks_held: int) -> int:
-    """All of time where there are blocks enough for every processor; else a length that makes many more than needed,
-    so that the last ones to end are few."""
-    batch, length, channels = x.shape
-    blocks = batch * math.ceil(channels / _channels_per_block(num_states))
-    if 2 * blocks >= blocks_held * processors(x.device):
-        return length
-    chunks = math.ceil(CHUNKED_ROUNDS * blocks_held * processors(x.device) / blocks)
-    return max(SHORTEST_CHUNK, math.ceil(length / chunks / KEEP) * KEEP)
+    return x.shape[0], math.ceil(x.shape[1] / layout(A.shape[1], x.device).keep), *A.shape
 
 
 class _Call:
@@ -61,24 +87,36 @@ class _Call:
 
     def __init__(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, more: tuple[Tensor, ...] = (),
+        dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, dy: Tensor | None = None,
     ) -> None:  # fmt: skip
-        given = [tensor for tensor in (x, dt, B, C, z, *more) if tensor is not None]
+        given = [tensor for tensor in (x, dt, B, C, z, dy) if tensor is not None]
         io = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
         self.io, self.device = io, x.device
         self.x, self.dt, self.B, self.C = (_rows(tensor, io) for tensor in (x, dt, B, C))
         self.z = _rows(z, io) if z is not None else None
-        self.more = tuple(_rows(tensor, io) for tensor in more)
+        self.dy = _rows(dy, io) if dy is not None else None
         self.A, self.D, self.dt_bias = (_parameter(tensor) for tensor in (A, D, dt_bias))
         self.doc_ids = doc_ids.contiguous() if doc_ids is not None else None
         self.batch, self.length, self.channels = x.shape
         self.num_states, self.dt_softplus = A.shape[1], dt_softplus
-        self.blocks = math.ceil(self.channels / _channels_per_block(self.num_states))
+        self.layout = layout(self.num_states, x.device)
+        self.threads = self.layout.warps * 32
+        self.blocks = math.ceil(self.channels / self.layout.block_channels)  # for a row
+
+    def chunk_length(self, blocks_held: int, filled: float) -> int:
+        """All of time where there are blocks enough for the processors; else a length that makes many more than needed,
+        so that the last ones to end are few."""
+        blocks, at_once = self.batch * self.blocks, blocks_held * processors(self.device)
+        if blocks >= filled * at_once:
+            return self.length
+        chunks = math.ceil(CHUNKED_ROUNDS * at_once / blocks)
+        return max(SHORTEST_CHUNK, math.ceil(self.length / chunks / self.layout.keep) * self.layout.keep)
 
     def kernels(self, part: str, **constants: int) -> Kernels:
         return kernels(
-            "selective_scan.cu", N=self.num_states, IO=IO[self.io], HAS_Z=int(self.z is not None),
-            SOFTPLUS=int(self.dt_softplus), KEEP=KEEP, AHEAD=AHEAD, BEHIND=BEHIND, **{part: 1}, **constants,
+            "selective_scan.cu", N=self.num_states, NC=NUM_CHANNELS, NS=NUM_STATES, IO=IO[self.io],
+            HAS_Z=int(self.z is not None), SOFTPLUS=int(self.dt_softplus), WARPS=self.layout.warps,
+            KEEP=self.layout.keep, AHEAD=AHEAD, BEHIND=BEHIND, **{part: 1}, **constants,
         )  # fmt: skip
 
     def inputs(self, chunks: int, chunk_length: int) -> bytes:
@@ -96,8 +134,8 @@ class _Call:
         """Turn what each chunk leaves into what enters each chunk."""
         chunks = states.shape[1]
         arguments = pack(states, total_dt, self.A, first, self.batch, chunks, self.channels, int(backwards))
-        blocks = math.ceil(self.batch * self.channels * self.num_states / THREADS)
-        self.kernels("CHUNKED").launch("scan_carry", blocks, THREADS, arguments, self.device)
+        blocks = math.ceil(self.batch * self.channels * self.num_states / self.threads)
+        self.kernels("CHUNKED").launch("scan_carry", blocks, self.threads, arguments, self.device)
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,36 +170,39 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, final state, kept states)."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids)
-    chunk_length = _chunk_length(x, call.num_states, FORWARD_BLOCKS)
+    chunk_length = call.chunk_length(FORWARD_BLOCKS, FORWARD_FILLED)
     chunks = math.ceil(call.length / chunk_length)
     inputs, blocks = call.inputs(chunks, chunk_length), call.blocks * call.batch * chunks
     entering = _parameter(initial_state)
     if chunks > 1:
         states, total_dt = call.states(chunks), torch.empty(call.batch, chunks, call.channels, device=call.device)
         arguments = inputs + pack(None, None, None, None, states, total_dt)
-        call.kernels("CHUNKED").launch("scan_leaving", blocks, THREADS, arguments, call.device)
+        call.kernels("CHUNKED").launch("scan_leaving", blocks, call.threads, arguments, call.device)
         call.carry(states, total_dt, entering, backwards=False)
         entering = states
     y = torch.empty(x.shape, dtype=call.io, device=call.device)
     final_state = torch.empty(call.batch, *A.shape, device=call.device)
     kept = torch.empty(kept_shape(x, A), device=call.device)
     arguments = inputs + pack(entering, y, final_state, kept, None, None)
-    call.kernels("FORWARD", MIN_BLOCKS=FORWARD_BLOCKS).launch("scan_forward", blocks, THREADS, arguments, call.device)
+    call.kernels("FORWARD", MIN_BLOCKS=FORWARD_BLOCKS).launch(
+        "scan_forward", blocks, call.threads, arguments, call.device
+    )
     return y.to(x.dtype), final_state, kept
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool, doc_ids: Tensor | None, with_initial: bool, kept: Tensor, dy: Tensor,
-    dfinal_state: Tensor | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state."""
-    call = _Call(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, more=(dy,))
-    dy, num_states = call.more[0], call.num_states
-    chunk_length, relayed = _chunk_length(x, num_states, BACKWARD_BLOCKS), False
-    resident = BACKWARD_BLOCKS * processors(x.device)
-    if chunk_length == call.length and call.blocks * call.batch > resident:  # hand work on, so that no processor idles
-        chunk_length, relayed = max(8, math.ceil(call.length / RELAYS / KEEP)) * KEEP, True
+    inputs_of_forward: tuple[Any, ...], with_initial: bool, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; given what forward was, but for the last."""
+    x, _, A, B, C, *_ = inputs_of_forward
+    everything: tuple[Any, ...] = (*inputs_of_forward, dy)
+    call = _Call(*everything)
+    assert call.dy is not None
+    dy, num_states = call.dy, call.num_states
+    chunk_length, relayed = call.chunk_length(BACKWARD_BLOCKS, BACKWARD_FILLED), False
+    if call.blocks * call.batch > BACKWARD_BLOCKS * processors(x.device):  # hand rows on, so that no processor idles
+        keep = call.layout.keep
+        chunk_length, relayed = max(SHORTEST_CHUNK, math.ceil(call.length / RELAYS / keep) * keep), True
     chunks = math.ceil(call.length / chunk_length)
     inputs, blocks = call.inputs(chunks, chunk_length), call.blocks * call.batch * chunks
     new = functools.partial(torch.empty, device=call.device)
@@ -173,7 +214,7 @@ def backward(
     elif chunks > 1:
         states, total_dt = call.states(chunks), new(call.batch, chunks, call.channels)
         arguments = inputs + pack(dy, *dy.stride()[:2], *[None] * 10, states, total_dt, None, None)
-        call.kernels("CHUNKED").launch("scan_reaching", blocks, THREADS, arguments, call.device)
+        call.kernels("CHUNKED").launch("scan_reaching", blocks, call.threads, arguments, call.device)
         call.carry(states, total_dt, entering, backwards=True)
         entering = states
     dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
@@ -185,22 +226,15 @@ def backward(
         dy, *dy.stride()[:2], entering, kept, dx, ddt, dz, *(dz if dz is not None else dx).stride()[:2], dBC, parts,
         dinitial, None, None, relay, done,
     )  # fmt: skip
-    shared = _backward_shared(num_states)
+    shared = call.layout.backward_shared
     code = call.kernels("BACKWARD", MIN_BLOCKS=BACKWARD_BLOCKS)
-    code.launch("scan_backward", blocks, THREADS, arguments, call.device, shared=shared)
+    code.launch("scan_backward", blocks, call.threads, arguments, call.device, shared=shared)
     dB, dC = new(B.shape, dtype=call.io), new(C.shape, dtype=call.io)
     steps = call.batch * call.length
-    sum_blocks = math.ceil(steps * 2 * num_states / THREADS)
-    code.launch("scan_sum", sum_blocks, THREADS, pack(dBC, dB, dC, call.blocks, steps), call.device)
+    sum_blocks = math.ceil(steps * 2 * num_states / call.threads)
+    code.launch("scan_sum", sum_blocks, call.threads, pack(dBC, dB, dC, call.blocks, steps), call.device)
     dparameters = parts.sum(0)  # (D, N + 2)
     dA, dD, dbias = (
         part.clone() for part in (dparameters[:, :-2], dparameters[:, -2], dparameters[:, -1])
     )  # outputs of an operator share no memory
     return dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial
-
-
-def _backward_shared(num_states: int) -> int:
-    """Bytes of shared memory of a block; as BlockShared in the source."""
-    lanes = _lanes(num_states)
-    per_warp = KEEP // BEHIND * 4 * 32 * 16 + BEHIND * 2 * lanes * 4 * 4 + 6 * BEHIND * (32 // lanes * 4) * 4
-    return WARPS * per_warp + 2 * KEEP * lanes * 4 * 4

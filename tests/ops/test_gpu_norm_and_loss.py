@@ -417,30 +417,22 @@ def _doubled(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
 
 
-norm_sizes = pytest.mark.parametrize(
-    ("rows", "channels", "groups"),
-    [
-        (1, 1, 1),
-        (7, 5, 1),
-        (4099, 16, 1),
-        (4099, 48, 1),
-        (1000, 768, 1),
-        (333, 1000, 4),
-        (1000, 2560, 1),
-        (200, 5120, 1),
-        (300, 4096, 8),
-        (50, 16_384, 1),
-    ],
-)
-norm_features = pytest.mark.parametrize(
-    "features", ["", "weight", "weight residual", "weight gate", "weight residual gate last"]
-)
+NORM_SIZES = [
+    (1, 1, 1), (7, 5, 1), (4099, 16, 1), (4099, 48, 1), (1000, 768, 1), (333, 1000, 4), (1000, 2560, 1), (200, 5120, 1),
+    (300, 4096, 8), (50, 16_384, 1),
+]  # fmt: skip
+NORM_CASES = [
+    *((*size, "weight residual", dtype) for size in NORM_SIZES for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        (333, 1000, 4, features, dtype)
+        for features in ("", "weight", "weight gate", "weight residual gate last")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
+]
 
 
 @gpu
-@norm_sizes
-@norm_features
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("rows", "channels", "groups", "features", "dtype"), NORM_CASES, ids=str)
 def test_norm_on_a_gpu(rows: int, channels: int, groups: int, features: str, dtype: torch.dtype) -> None:
     arguments, call = _gpu_norm_case(rows, channels, features, dtype), _gpu_norm(features, channels // groups)
     with ops.backend("triton"):
@@ -499,10 +491,10 @@ def _plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | 
 
 @gpu
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("shape", "vocab", "width", "at_once"),
-    [((1,), 1, 8, 2**28), ((3, 5), 77, 6, 200), ((500,), 1000, 64, 2**17), ((2, 300), 50_257, 256, 2**24)],
+    [((1,), 1, 8, 2**28), ((3, 5), 77, 6, 200), ((2, 300), 50_257, 256, 2**24)],
 )
 def test_loss_on_a_gpu(
     shape: tuple[int, ...], vocab: int, width: int, at_once: int, dtype: torch.dtype, masked: bool,

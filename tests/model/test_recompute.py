@@ -1,0 +1,95 @@
+"""Computing once more what was not kept changes no bit, and keeps less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import random_documents, small_model
+from torch import Tensor
+
+from mambakit import MambaLM
+from mambakit.model.recompute import Recipes
+
+both_kinds = pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+
+
+def _loss(model: MambaLM, recompute: Any, *, carried: bool = False, bf16: bool = False) -> Tensor:
+    """Of random text in packed rows, with dropout from a seed, perhaps after other text."""
+    torch.manual_seed(1)
+    tokens, documents = torch.randint(0, 50, (2, 41)), random_documents(2, 40)
+    model.backbone.recompute = recompute
+    with torch.autocast("cpu", torch.bfloat16, bf16):
+        state = model(tokens[:, :7]).state.detach() if carried else None
+        output = model(tokens[:, :-1], doc_ids=documents, state=state, targets=tokens[:, 1:])
+    assert output.loss_sum is not None
+    return output.loss_sum
+
+
+@both_kinds
+@pytest.mark.parametrize("recompute", ["light", "block"])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_are_the_same_bits(kind: str, recompute: str, carried: bool, bf16: bool) -> None:
+    model = small_model(kind, dropout=0.1)
+    expected, actual = (
+        torch.autograd.grad(_loss(model, way, carried=carried, bf16=bf16), list(model.parameters()))
+        for way in ("none", recompute)
+    )
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+def test_a_graph_that_is_kept_gives_the_same_again() -> None:
+    model = small_model("mamba1")
+    loss = _loss(model, "light")
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("residual_in_fp32", [True, False])
+def test_a_narrow_residual_is_served_too(residual_in_fp32: bool) -> None:
+    model = small_model("mamba1", dtype=torch.bfloat16, residual_in_fp32=residual_in_fp32)
+    expected, actual = (torch.autograd.grad(_loss(model, way), list(model.parameters())) for way in ("none", "light"))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+def test_recipes_stand_in_for_what_they_make_alone() -> None:
+    recipes = Recipes()
+    x = torch.randn(3, 4, requires_grad=True)
+    made = x.detach() * 2
+    calls = 0
+
+    def make() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.detach() * 2
+
+    recipes.add(made, make)
+    with recipes.in_place_of_tensors():
+        y = (x * made).sum() + (x * made.view(12).view(3, 4)).sum() + (x[:2] * made[:2]).sum()
+    del made
+    (dx,) = torch.autograd.grad(y, x)
+    expected = 4 * x.detach()
+    expected[:2] += 2 * x.detach()[:2]
+    assert torch.equal(dx, expected)
+    assert calls == 1, "two uses in one backward pass, made once"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_less_memory_is_kept() -> None:
+    model = small_model("mamba1", d_model=256, num_layers=6, state_size=16).cuda()
+    tokens = torch.randint(0, 50, (4, 2049), device="cuda")
+    peaks, grads = {}, {}
+    for recompute in ("none", "light", "block"):
+        model.backbone.recompute = recompute  # type: ignore[assignment]
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            output = model(tokens[:, :-1], targets=tokens[:, 1:])
+        assert output.loss_sum is not None
+        grads[recompute] = torch.autograd.grad(output.loss_sum, list(model.parameters()))
+        peaks[recompute] = torch.cuda.max_memory_allocated()
+    assert peaks["block"] < 0.6 * peaks["light"] < 0.6 * 0.8 * peaks["none"]
+    for recompute in ("light", "block"):
+        for mine, theirs in zip(grads[recompute], grads["none"], strict=True):
+            assert torch.equal(mine, theirs)
