@@ -89,7 +89,7 @@ def test_on_a_gpu_less_memory_is_kept() -> None:
         assert output.loss_sum is not None
         grads[recompute] = torch.autograd.grad(output.loss_sum, list(model.parameters()))
         peaks[recompute] = torch.cuda.max_memory_allocated()
-    assert peaks["block"] < 0.6 * peaks["light"] < 0.6 * 0.8 * peaks["none"]
+    assert peaks["block"] < 0.8 * peaks["light"] < 0.8 * 0.9 * peaks["none"]
     for recompute in ("light", "block"):
         for mine, theirs in zip(grads[recompute], grads["none"], strict=True):
             assert torch.equal(mine, theirs)
