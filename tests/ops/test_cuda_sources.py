@@ -22,7 +22,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
-        "N": num_states, "NC": 4, "NS": 4, "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
+        "N": num_states, "NC": selective_scan.NUM_CHANNELS, "NS": selective_scan.NUM_STATES, "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
         "AHEAD": selective_scan.AHEAD, "BEHIND": selective_scan.BEHIND, part: 1, **more,
     }  # fmt: skip
 

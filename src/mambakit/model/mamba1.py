@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -60,14 +58,11 @@ class Mamba1(KeepsFp32):
         recipes: Recipes | None = None,
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
-        convolve = functools.partial(
-            ops.causal_conv1d_beside, self.in_proj(hidden), self.conv1d.weight.squeeze(1), self.conv1d.bias,
+        x, x_again, z, conv_state = ops.causal_conv1d_beside(
+            self.in_proj(hidden), self.conv1d.weight.squeeze(1), self.conv1d.bias,
             doc_ids=doc_ids, initial_state=state.conv if state else None,
-        )  # fmt: skip
-        x, z, conv_state = convolve()  # (B, L, D) each
-        if recipes is not None:
-            recipes.add(x, lambda: convolve()[0])
-        dt, B, C = self._select(x, recipes)
+        )  # fmt: skip  # x, z (B, L, D)
+        dt, B, C = self._select(x_again, recipes)
         y, ssm_state = ops.selective_scan(
             x, dt, self._A(), B, C, self.D, z, self.dt_proj.bias,
             doc_ids=doc_ids, initial_state=state.ssm if state else None,

@@ -1,8 +1,7 @@
 """What autograd need not keep: a recipe in place of a tensor, which is made once more when its gradient is due.
 
-Between the matrix products of a block lie tensors as wide as their inputs that are cheap to make: the norm's output,
-the convolution's, dt. Kept for backward, they are a third of all memory. The recipes run the very operators that made
-them, so a run with recipes has the same bits as one without.
+Two tensors of a block are cheap to make and wide: the norm's output and Mamba-1's dt. Kept for backward, they are a fifth
+of all memory. The recipes run the very operators that made them, so a run with recipes has the same bits as one without.
 """
 
 from __future__ import annotations

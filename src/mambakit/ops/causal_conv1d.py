@@ -51,20 +51,23 @@ def causal_conv1d_beside(
     doc_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
     activation: str | None = "silu",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`causal_conv1d` of the first D channels of xz (B, L, D + E), and the others: (y, z, final state).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`causal_conv1d` of the first D channels of xz (B, L, D + E), and the others: (y, y again, z, final state).
 
-    The same as splitting xz first, but for a backward pass that need not copy two gradients into one.
+    The same as splitting xz first, but for its backward pass on a GPU: it reads the gradients of two uses of y without
+    a sum between, and writes that of x beside z's without a copy.
     """
     channels = weight.shape[0]
     x, z = xz.split([channels, xz.shape[-1] - channels], dim=-1)
     silu = _is_silu("causal_conv1d", activation)
     is_served = xz.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
     if is_served and dispatch.choose("causal_conv1d", xz, unfit=_unfit(xz, weight)) == "cuda":
-        y, z, final_state = _ConvBeside.apply(xz, weight, bias, doc_ids, initial_state, silu)  # type: ignore[no-untyped-call]
-        return y, z, final_state
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ConvBeside.apply(  # type: ignore[no-untyped-call]
+            xz, weight, bias, doc_ids, initial_state, silu
+        )
+        return outputs
     y, final_state = causal_conv1d(x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation)
-    return y, z, final_state
+    return y, y, z, final_state
 
 
 class _ConvBeside(torch.autograd.Function):
@@ -74,18 +77,18 @@ class _ConvBeside(torch.autograd.Function):
     def forward(
         ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None,
         initial_state: Tensor | None, silu: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         channels = weight.shape[0]
         y, final_state = _conv(xz[..., :channels], weight, bias, doc_ids, initial_state, silu)
         ctx.silu = silu
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(xz, weight, bias, doc_ids, initial_state)
-        return y, xz[..., channels:], final_state
+        return y, y.detach(), xz[..., channels:], final_state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, dy: Tensor | None, dz: Tensor | None, dfinal_state: Tensor | None
+        ctx: Any, dy: Tensor | None, more_dy: Tensor | None, dz: Tensor | None, dfinal_state: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         from .gpu import causal_conv1d as kernels
 
@@ -99,10 +102,12 @@ class _ConvBeside(torch.autograd.Function):
                 dxz[..., channels:].zero_()
             else:
                 dxz[..., channels:].copy_(dz)
-        dy = dy if dy is not None else torch.zeros_like(x)
+        if dy is None:
+            dy, more_dy = more_dy if more_dy is not None else torch.zeros_like(x), None
         grads = kernels.backward(
-            x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state, dx=dxz[..., :channels]
-        )
+            x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state, more_dy=more_dy,
+            dx=dxz[..., :channels],
+        )  # fmt: skip
         _, dweight, dbias, dstate = only_given(
             gradients(grads, [x, weight, bias, initial_state]), [x, weight, bias, initial_state]
         )

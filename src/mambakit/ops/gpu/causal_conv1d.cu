@@ -206,6 +206,8 @@ struct Backward {
     Inputs in;
     const io_t* dy;
     Strides sdy;
+    const io_t* more_dy;  // the other part of the gradient of y, or null
+    Strides smore;
     const io_t* dfinal;  // (batch, W - 1, channels), contiguous, or null
     io_t* dx;            // (batch, length, channels)
     Strides sdx;
@@ -257,15 +259,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_back
 
     const io_t* x = in.x + at.row * in.sx.row + at.begin * in.sx.step + at.channel;
     const io_t* dy = p.dy + at.row * p.sdy.row + at.begin * p.sdy.step + at.channel;
-    const int x_step = (int)in.sx.step, dy_step = (int)p.sdy.step;
+    const io_t* more_dy = p.more_dy ? p.more_dy + at.row * p.smore.row + at.begin * p.smore.step + at.channel : nullptr;
+    const int x_step = (int)in.sx.step, dy_step = (int)p.sdy.step, more_step = (int)p.smore.step;
     const int stop = (int)min((index_t)at.end + PAST, in.length);  // the chunk, and what looks back into it
     const int* documents = in.documents + at.row * in.length + at.begin;
     int left = stop - at.begin, document = DOCUMENTS ? documents[at.begin > 0 ? -1 : 0] : 0;
     for (int t = at.begin; left > 0; t += STEPS, left -= STEPS) {
-        Stored xs[STEPS], dys[STEPS];
+        Stored xs[STEPS], dys[STEPS], more[STEPS];
         int ids[DOCUMENTS ? STEPS : 1];
         fetch(xs, x, x_step, left);
         fetch(dys, dy, dy_step, left);
+        if (more_dy) {
+            fetch(more, more_dy, more_step, left);
+            more_dy += (index_t)more_step * STEPS;
+        }
         fetch(ids, documents, left);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
@@ -273,6 +280,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_back
             widen_all(seen[PAST + i], xs[i]);
             Wide d;
             widen_all(d, dys[i]);
+            if (p.more_dy) {
+                Wide other;
+                widen_all(other, more[i]);
+#pragma unroll
+                for (int v = 0; v < V; ++v) d[v] += other[v];
+            }
             if (DOCUMENTS && ids[i] != document) {
                 forget(seen[i]);
                 document = ids[i];

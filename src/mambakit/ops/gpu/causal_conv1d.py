@@ -45,21 +45,26 @@ def forward(
 
 def backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool,
-    dy: Tensor, dfinal_state: Tensor | None, dx: Tensor | None = None,
+    dy: Tensor, dfinal_state: Tensor | None, *, more_dy: Tensor | None = None, dx: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, weight, bias and the initial state; that of x is written to `dx` where it is given."""
+    """Gradients of x, weight, bias and the initial state. The gradient of y may come in two parts; that of x is written
+    to `dx` where it is given."""
     batch, length, channels = x.shape
     width = weight.shape[1]
     x, dy = _rows(x), _rows(dy.to(x.dtype))
+    more_dy = _rows(more_dy.to(x.dtype)) if more_dy is not None else None
     state, dfinal = (t.to(x.dtype).contiguous() if t is not None else None for t in (initial_state, dfinal_state))
     dx = x.new_empty(batch, length, channels) if dx is None else dx
-    v = _together((x, state, dy, dfinal, dx), channels)
+    v = _together((x, state, dy, more_dy, dfinal, dx), channels)
     chunk_length = _chunk_length(x, v, BACKWARD_BLOCKS, LONGEST_BACKWARD)
     chunks = math.ceil(length / chunk_length)
     dinitial = x.new_empty(batch, width - 1, channels) if initial_state is not None else None
     parts = torch.empty(batch * chunks, width + 1, channels, device=x.device)
     inputs, _held = _inputs(x, weight, bias, doc_ids, state, chunk_length)
-    arguments = inputs + pack(dy, *dy.stride()[:2], dfinal, dx, *dx.stride()[:2], dinitial, parts)
+    more_strides = (more_dy if more_dy is not None else dy).stride()[:2]
+    arguments = inputs + pack(
+        dy, *dy.stride()[:2], more_dy, *more_strides, dfinal, dx, *dx.stride()[:2], dinitial, parts
+    )  # fmt: skip
     blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
     _code(width, v, x.dtype, silu, doc_ids is not None).launch("conv_backward", blocks, THREADS, arguments, x.device)
     dparameters = parts.sum(0)  # (W + 1, D)

@@ -12,7 +12,8 @@
 #define Q (N <= NS ? 1 : N <= 2 * NS ? 2 : N <= 4 * NS ? 4 : N <= 8 * NS ? 8 : 16)  // lanes that share channels
 #define PADDED (Q * NS)                                                 // N, or a little more
 #define CHANNELS (32 / Q * NC)                                          // of a warp
-#define OWN (Q < NC ? NC / Q : 1)  // channels whose inputs and outputs a lane moves; past C lanes, one in Q / C lanes
+#define OWN (Q < NC ? NC / Q : 1)  // channels whose inputs and outputs a lane moves
+#define PARTS (Q > NC ? Q / NC : 1)  // lanes that have the same own channel
 
 struct Strides {
     index_t row, step;
@@ -169,32 +170,34 @@ __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-__device__ __forceinline__ float4 four(const float* memory) { return *reinterpret_cast<const float4*>(memory); }
-
-__device__ __forceinline__ void unpack(float (&values)[4], const float* memory) {
-    float4 v = four(memory);
-    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+template <int count>
+__device__ __forceinline__ void unpack(float (&values)[count], const float* memory) {
+    if (count == 4) {
+        const float4 v = *reinterpret_cast<const float4*>(memory);
+        values[0] = v.x, values[1] = v.y, values[2 % count] = v.z, values[3 % count] = v.w;
+    } else {
+        const float2 v = *reinterpret_cast<const float2*>(memory);
+        values[0] = v.x, values[1] = v.y;
+    }
 }
 
 // The sums of `values[c]` over the Q lanes that share channels; lane q gets those of its own channels.
 __device__ __forceinline__ void sum_states(float (&own)[OWN], float (&values)[NC], int q) {
     int left = NC;
 #pragma unroll
-    for (int bit = Q / 2; bit >= 1; bit /= 2) {
-        if (bit >= NC) {  // more lanes than channels: these lanes hold the same channel
+    for (int bit = (Q < NC ? Q : NC) / 2; bit >= 1; bit /= 2) {  // each lane of a pair keeps half of the channels
+        left /= 2;
 #pragma unroll
-            for (int c = 0; c < NC; ++c) values[c] += __shfl_xor_sync(FULL, values[c], bit);
-        } else {
-            left /= 2;
-#pragma unroll
-            for (int c = 0; c < NC / 2; ++c)
-                if (c < left) {
-                    float low = values[c], high = values[c + left];
-                    float sent = q & bit ? low : high;
-                    values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, sent, bit);
-                }
-        }
+        for (int c = 0; c < NC / 2; ++c)
+            if (c < left) {
+                float low = values[c], high = values[c + left];
+                float sent = q & bit ? low : high;
+                values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, sent, bit);
+            }
     }
+#pragma unroll
+    for (int bit = NC; bit < Q; bit *= 2)  // more lanes than channels: these hold the same one
+        values[0] += __shfl_xor_sync(FULL, values[0], bit);
 #pragma unroll
     for (int j = 0; j < OWN; ++j) own[j] = values[j];
 }
@@ -447,13 +450,19 @@ struct Backward {
 };
 
 #define TILES (KEEP / BEHIND)
+#define SHARES (PARTS < BEHIND ? PARTS : BEHIND)  // lanes that divide the steps of a tile among them
+#define COUNT (BEHIND / SHARES)                   // the steps of one
 #define VALUES (2 * PADDED)  // dB and dC of a step
 
 struct BackwardShared {
     float4 states[TILES][NC][32];  // the state before each tile; then the dB and dC of the tile before it
-    float last[BEHIND][VALUES];    // the dB and dC of the last tile
+    float last[BEHIND][VALUES];    // the dB and dC of the last tile: just where one more state would be
     float dt[BEHIND][CHANNELS], u[BEHIND][CHANNELS], dy[BEHIND][CHANNELS];
     float x[BEHIND][CHANNELS], slope[BEHIND][CHANNELS], dgate[BEHIND][CHANNELS];  // for the end of the tile
+
+    __device__ __forceinline__ float* place_of_sums(int tile) {
+        return reinterpret_cast<float*>(states) + (tile + 1) * (NC * 32 * 4);
+    }
 };
 
 struct BlockShared {
@@ -502,9 +511,18 @@ __device__ __forceinline__ void replay_tile(Tile& h, const Tile& A, const Backwa
     }
 }
 
+// `sum_states` of step i, kept by the lanes whose step it is.
+__device__ __forceinline__ void sum_own_states(float (&own)[COUNT][OWN], int i, float (&values)[NC], const Place& at) {
+    float sums[OWN];
+    sum_states(sums, values, at.q);
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+        if (SHARES == 1 || at.q / NC % SHARES == i / COUNT) own[i % COUNT][j] = sums[j];
+}
+
 template <bool with_starts>
-__device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&du)[BEHIND][OWN],
-                                              float (&ddt)[BEHIND][OWN], Tile& g, Tile& dA, const Tile& A,
+__device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du)[COUNT][OWN],
+                                              float (&ddt)[COUNT][OWN], Tile& g, Tile& dA, const Tile& A,
                                               BackwardShared& shared, const BlockShared& block, int tile,
                                               unsigned starts, const Place& at) {
     Tile h, after[BEHIND], decay[BEHIND];  // after[i]: the state after step i
@@ -535,10 +553,9 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
                 if (HAS_Z) sums[c] = fmaf(h[c][s], Cs[s], sums[c]);
             }
         }
-        if (HAS_Z) sum_states(y[i], sums, at.q);
+        if (HAS_Z) sum_own_states(y, i, sums, at);
     }
-    // The place of the next tile's states is free.
-    float* out = tile + 1 < TILES ? reinterpret_cast<float*>(shared.states[tile + 1]) : shared.last[0];
+    float* out = shared.place_of_sums(tile);  // the states of the tile after this one are not needed any more
 #pragma unroll
     for (int i = BEHIND - 1; i >= 0; --i) {
         float dt[NC], u[NC], dy[NC], B[NS], Cs[NS], sums_u[NC], sums_dt[NC], sums_BC[2 * NS];
@@ -566,8 +583,8 @@ __device__ __forceinline__ void backward_tile(float (&y)[BEHIND][OWN], float (&d
                 g[c][s] = begins ? 0.f : passed;
             }
         }
-        sum_states(du[i], sums_u, at.q);
-        sum_states(ddt[i], sums_dt, at.q);
+        sum_own_states(du, i, sums_u, at);
+        sum_own_states(ddt, i, sums_dt, at);
         sum_channels(out + i * VALUES, sums_BC, at);
     }
 }
@@ -584,16 +601,17 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     {
         const io_t* B = in.B + at.row * in.sB.row + t0 * in.sB.step;
         const io_t* C = in.C + at.row * in.sC.row + t0 * in.sC.step;
+        const int B_step = (int)in.sB.step, C_step = (int)in.sC.step;
 #pragma unroll
         for (int k = threadIdx.x; k < KEEP * PADDED; k += WARPS * 32) {
-            int i = k / PADDED, n = k % PADDED;
-            bool inside = n < N && i < steps;
-            block.B[i][n] = inside ? widen(B[i * in.sB.step + n]) : 0.f;
-            block.C[i][n] = inside ? widen(C[i * in.sC.step + n]) : 0.f;
+            const int i = k / PADDED, n = k % PADDED;
+            const bool inside = n < N && i < steps;
+            block.B[0][k] = inside ? widen(B[(index_t)B_step * i + n]) : 0.f;
+            block.C[0][k] = inside ? widen(C[(index_t)C_step * i + n]) : 0.f;
         }
     }
     const unsigned all_starts = find_starts(KEEP, t0, at, in);
-    if (t0 > at.begin) {  // what the next interval reads may come nearer meanwhile
+    if (t0 > at.begin && at.first < in.channels) {  // what the next interval reads may come nearer meanwhile
         const int t = t0 - KEEP + at.lane;
         if (at.lane < KEEP) {
             prefetch(in.x + at.row * in.sx.row + t * in.sx.step + at.first);
@@ -607,13 +625,14 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     __syncthreads();
 
     // Forward once more, from the kept state, to have the state before each tile.
-    Column xs = column(in.x, in.sx, t0, at), dts = column(in.dt, in.sdt, t0, at);
-    io_t x[BEHIND][OWN], dt[BEHIND][OWN], z[BEHIND][OWN], dy[BEHIND][OWN];
-    const auto fetch_from = [&](io_t(&values)[BEHIND][OWN], const Column& from, int left) {
+    const int mine = at.q / NC % SHARES * COUNT;  // the first of this lane's steps in a tile
+    Column xs = column(in.x, in.sx, t0 + mine, at), dts = column(in.dt, in.sdt, t0 + mine, at);
+    io_t x[COUNT][OWN], dt[COUNT][OWN], z[COUNT][OWN], dy[COUNT][OWN];
+    const auto fetch_from = [&](io_t(&values)[COUNT][OWN], const Column& from, int left) {
         if (whole)
             fetch(values, from, at);
         else
-            fetch_some(values, from, left, at);
+            fetch_some(values, from, left - mine, at);
     };
     fetch_from(x, xs, steps);
     fetch_from(dt, dts, steps);
@@ -628,13 +647,13 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             if (tile + 1 == TILES) break;
             const int left = steps - tile * BEHIND;
 #pragma unroll
-            for (int i = 0; i < BEHIND; ++i)
+            for (int i = 0; i < COUNT; ++i)
 #pragma unroll
                 for (int j = 0; j < OWN; ++j) {
                     float step = step_size(dt[i][j], bias[j]);
-                    step = whole || i < left ? step : 0.f;
-                    shared.dt[i][at.own + j] = step;
-                    shared.u[i][at.own + j] = step * widen(x[i][j]);
+                    step = whole || mine + i < left ? step : 0.f;
+                    shared.dt[mine + i][at.own + j] = step;
+                    shared.u[mine + i][at.own + j] = step * widen(x[i][j]);
                 }
             __syncwarp();
             move(xs, BEHIND), move(dts, BEHIND);
@@ -651,21 +670,21 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
 
     // Tile by tile from the last: all its states and decays once more, then the gradients.
     const int last = (TILES - 1) * BEHIND;
-    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t0 + last, at);
-    Column dys = column(p.dy, p.sdy, t0 + last, at);
+    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t0 + last + mine, at);
+    Column dys = column(p.dy, p.sdy, t0 + last + mine, at);
     if (HAS_Z) fetch_from(z, zs, steps - last);
     fetch_from(dy, dys, steps - last);
-    index_t place = (at.row * in.length + t0 + last) * in.channels + at.first + at.own;
-    io_t* dz = p.dz + at.row * p.sdz.row + (t0 + last) * p.sdz.step + at.first + at.own;
+    index_t place = (at.row * in.length + t0 + last + mine) * in.channels + at.first + at.own;
+    io_t* dz = p.dz + at.row * p.sdz.row + (t0 + last + mine) * p.sdz.step + at.first + at.own;
     const int dz_step = (int)p.sdz.step;
 #pragma unroll 1
     for (int tile = TILES - 1; tile >= 0; --tile) {
         const int left = steps - tile * BEHIND;
 #pragma unroll
-        for (int i = 0; i < BEHIND; ++i)
+        for (int i = 0; i < COUNT; ++i)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
-                const bool inside = (whole || i < left) && at.real[j];
+                const bool inside = (whole || mine + i < left) && at.real[j];
                 float v = widen(dt[i][j]) + bias[j], slope = 1.f, step = v;
 #if SOFTPLUS
                 float e = exp2_(-LOG2E * fabsf(v)), r = reciprocal(1.f + e);
@@ -676,14 +695,14 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
                 float input = inside ? widen(x[i][j]) : 0.f, dplain = inside ? widen(dy[i][j]) : 0.f;
 #if HAS_Z
                 float gate = widen(z[i][j]), open = sigmoid(gate), silu = gate * open;
-                shared.dgate[i][at.own + j] = dplain * fmaf(silu, 1.f - open, open);
+                shared.dgate[mine + i][at.own + j] = dplain * fmaf(silu, 1.f - open, open);
                 dplain *= silu;
 #endif
-                shared.dt[i][at.own + j] = step;
-                shared.u[i][at.own + j] = step * input;
-                shared.dy[i][at.own + j] = dplain;
-                shared.x[i][at.own + j] = input;
-                shared.slope[i][at.own + j] = slope;
+                shared.dt[mine + i][at.own + j] = step;
+                shared.u[mine + i][at.own + j] = step * input;
+                shared.dy[mine + i][at.own + j] = dplain;
+                shared.x[mine + i][at.own + j] = input;
+                shared.slope[mine + i][at.own + j] = slope;
             }
         __syncwarp();
         if (tile > 0) {
@@ -693,7 +712,7 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             if (HAS_Z) fetch_from(z, zs, left + BEHIND);
             fetch_from(dy, dys, left + BEHIND);
         }
-        float y[BEHIND][OWN], du[BEHIND][OWN], ddt[BEHIND][OWN];
+        float y[COUNT][OWN], du[COUNT][OWN], ddt[COUNT][OWN];
         const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
         if (starts)
             backward_tile<true>(y, du, ddt, g, dA, A, shared, block, tile, starts, at);
@@ -701,23 +720,23 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             backward_tile<false>(y, du, ddt, g, dA, A, shared, block, tile, 0, at);
         io_t *dx = p.dx + place, *ddt_out = p.ddt + place;
 #pragma unroll
-        for (int i = 0; i < BEHIND; ++i)
+        for (int i = 0; i < COUNT; ++i)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
                 const index_t offset = (index_t)out_step * i + j;
-                const bool writes = at.writes[j] && (whole || i < left);
-                const float input = shared.x[i][at.own + j], dplain = shared.dy[i][at.own + j];
-                const float skipped = D[j] * dplain, step = shared.dt[i][at.own + j];
-                const float dv = fmaf(du[i][j], input, LN2 * ddt[i][j]) * shared.slope[i][at.own + j];
+                const bool writes = at.real[j] && at.q / NC < SHARES && (whole || mine + i < left);
+                const float input = shared.x[mine + i][at.own + j], dplain = shared.dy[mine + i][at.own + j];
+                const float skipped = D[j] * dplain, step = shared.dt[mine + i][at.own + j];
+                const float dv = fmaf(du[i][j], input, LN2 * ddt[i][j]) * shared.slope[mine + i][at.own + j];
                 if (writes) {
                     dx[offset] = narrow(fmaf(du[i][j], step, skipped));
                     ddt_out[offset] = narrow(dv);
 #if HAS_Z
-                    dz[(index_t)dz_step * i + j] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[i][at.own + j]);
+                    dz[(index_t)dz_step * i + j] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[mine + i][at.own + j]);
 #endif
                 }
                 dD[j] = fmaf(dplain, input, dD[j]);
-                dbias[j] += whole || i < left ? dv : 0.f;
+                dbias[j] += whole || mine + i < left ? dv : 0.f;
             }
         place -= (index_t)out_step * BEHIND;
         dz -= (index_t)dz_step * BEHIND;
@@ -729,13 +748,9 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     float* out = dBC + (index_t)t0 * (2 * N);
     for (int k = threadIdx.x; k < KEEP * VALUES; k += WARPS * 32) {
         int i = k / VALUES, v = k % VALUES, n = v % PADDED;
-        const int tile = i / BEHIND, offset = i % BEHIND * VALUES + v;
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const BackwardShared& warp = block.warps[w];
-            sum += (tile + 1 < TILES ? reinterpret_cast<const float*>(warp.states[tile + 1]) : warp.last[0])[offset];
-        }
+        for (int w = 0; w < WARPS; ++w) sum += block.warps[w].place_of_sums(i / BEHIND)[i % BEHIND * VALUES + v];
         if (n < N && i < steps) out[i * (2 * N) + v / PADDED * N + n] = sum;
     }
     __syncthreads();
@@ -805,6 +820,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
             index_t channel = at.first + at.group * NC + c;
             int n = at.q * NS + s;
             if (channel < in.channels && n < N) parts[channel * (N + 2) + n] = dA[c][s];
+        }
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+        for (int bit = NC; bit < NC * SHARES; bit *= 2) {
+            dD[j] += __shfl_xor_sync(FULL, dD[j], bit);
+            dbias[j] += __shfl_xor_sync(FULL, dbias[j], bit);
         }
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
