@@ -17,7 +17,7 @@ from pathlib import Path
 # On two CPU cores about three minutes; on a GPU a larger model for longer.
 CPU = ["--model", "tiny", "--recipe", "laptop"]
 GPU = [
-    *CPU, "--model.kind", "mamba2", "--model.d-model", 512, "--model.num-layers", 8, "--optim.lr", 3e-3,
+    *CPU, "--model.d-model", 512, "--model.num-layers", 8, "--optim.lr", 3e-3,
     "--train.batch-tokens", 16384, "--train.micro-batch-rows", 8, "--train.steps", 800, "--train.eval-tokens", 100_000,
 ]  # fmt: skip
 

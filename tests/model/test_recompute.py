@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_documents, small_model
+from helpers import assert_close, random_documents, small_model
 from torch import Tensor
 
 from mambakit import MambaLM
@@ -90,6 +90,7 @@ def test_on_a_gpu_less_memory_is_kept() -> None:
         grads[recompute] = torch.autograd.grad(output.loss_sum, list(model.parameters()))
         peaks[recompute] = torch.cuda.max_memory_allocated()
     assert peaks["block"] < 0.8 * peaks["light"] < 0.8 * 0.9 * peaks["none"]
-    for recompute in ("light", "block"):
-        for mine, theirs in zip(grads[recompute], grads["none"], strict=True):
-            assert torch.equal(mine, theirs)
+    for mine, theirs in zip(grads["light"], grads["none"], strict=True):  # the norm's sum is made in another order
+        assert_close(mine, theirs, 1e-2)
+    for mine, theirs in zip(grads["block"], grads["none"], strict=True):
+        assert torch.equal(mine, theirs)
