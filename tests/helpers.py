@@ -41,11 +41,11 @@ def random_documents(batch: int, length: int) -> Tensor:
 
 
 def with_gradients(
-    function: Callable[..., Any], arguments: dict[str, Any], *, seed: int = 1
+    function: Callable[..., Any], arguments: dict[str, Any], *, seed: int = 1, short: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The function's outputs, and the gradients of every floating-point argument through all of them.
 
-    The outputs' own gradients are numbers that bf16 and fp16 hold exactly, so that they are the same in every dtype.
+    With `short`, the outputs' own gradients are numbers that bf16 and fp16 hold exactly: the same in every dtype.
     """
     leaves = {
         name: value.detach().clone().requires_grad_() if _is_real(value) else value for name, value in arguments.items()
@@ -53,7 +53,9 @@ def with_gradients(
     result = function(**leaves)
     outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if _is_real(output)]
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(output.shape, generator=generator).bfloat16().double() for output in outputs]
+    weights = [torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs]
+    if short:
+        weights = [weight.bfloat16().double() for weight in weights]
     total = sum(
         (output.double() * weight.to(output.device)).sum() for output, weight in zip(outputs, weights, strict=True)
     )
