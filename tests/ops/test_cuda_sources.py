@@ -127,8 +127,15 @@ def test_without_a_folder_kernels_are_compiled_each_time(tmp_path: Path, monkeyp
 def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = nvrtc.cache_folder()
     assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
+    for mode in (0o777, 0o770):
+        folder.chmod(mode)
+        assert nvrtc.cache_folder() is None
+    folder.chmod(0o700)
+    assert nvrtc.cache_folder() == folder
+    folder.parent.chmod(0o777)
     assert nvrtc.cache_folder() is None
+    folder.parent.chmod(0o1777)
+    assert nvrtc.cache_folder() == folder
 
 
 def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +148,12 @@ def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     folder = nvrtc.cache_folder()
     assert folder is not None and folder.is_relative_to(tmp_path / "node")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "chosen")
+    nvrtc.keep_triton_s_cache_on_the_node()
+    assert os.environ["TRITON_CACHE_DIR"] == "chosen"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    nvrtc.keep_triton_s_cache_on_the_node()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).is_relative_to(tmp_path / "node")
 
 
 def test_a_missing_nvrtc_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +164,10 @@ def test_a_missing_nvrtc_is_named_with_its_package(monkeypatch: pytest.MonkeyPat
     forget()
     with monkeypatch.context() as patched:
         patched.setattr(nvrtc, "_candidates", list)
-        assert nvrtc.why_absent() == "NVRTC was not found (pip install nvidia-cuda-nvrtc)"
+        assert nvrtc.why_absent((9, 0)) == "NVRTC was not found (pip install nvidia-cuda-nvrtc)"
     forget()
-    assert nvrtc.why_absent() is None
+    assert nvrtc.why_absent((9, 0)) is None
+    assert "does not compile for compute capability 3.5" in str(nvrtc.why_absent((3, 5)))
 
 
 def test_older_gpus_are_told_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import importlib.util
 
 import torch
 
+from . import nvrtc
+
 OLDEST_FOR_TRITON, OLDEST_FOR_CUDA = (8, 0), (7, 5)
 
 
@@ -17,19 +19,19 @@ def why_no_triton(device_index: int) -> str | None:
         return "Triton is not installed (pip install triton)"
     if torch.version.hip is None and torch.cuda.get_device_capability(device_index) < OLDEST_FOR_TRITON:
         return f"Triton needs compute capability 8.0, and {_name(device_index)}"
+    nvrtc.keep_triton_s_cache_on_the_node()
     return None
 
 
 @functools.cache
 def why_no_cuda(device_index: int) -> str | None:
     """Why kernels in CUDA C++ do not run on this GPU; None where they do."""
-    from . import nvrtc
-
     if torch.version.hip is not None:
         return "CUDA C++ does not run on AMD GPUs"
-    if torch.cuda.get_device_capability(device_index) < OLDEST_FOR_CUDA:
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < OLDEST_FOR_CUDA:
         return f"it needs compute capability 7.5, and {_name(device_index)}"
-    return nvrtc.why_absent()
+    return nvrtc.why_absent(capability)
 
 
 def _name(device_index: int) -> str:

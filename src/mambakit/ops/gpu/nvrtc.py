@@ -30,12 +30,12 @@ class CompileError(RuntimeError):
 
 
 @functools.cache
-def why_absent() -> str | None:
-    """Why nothing can be compiled here; None where it can."""
+def why_absent(capability: tuple[int, int]) -> str | None:
+    """Why nothing can be compiled here for GPUs of this compute capability; None where it can."""
     if _library() is None:
         return "NVRTC was not found (pip install nvidia-cuda-nvrtc)"
     try:
-        compile_kernels("probe.cu", {}, (7, 5))
+        compile_kernels("probe.cu", {}, capability)
     except (CompileError, OSError) as error:
         return f"NVRTC does not compile here ({str(error).strip().splitlines()[-1]})"
     return None
@@ -173,20 +173,48 @@ def cache_folder() -> Path | None:
     node; else the user's cache folder. It holds machine code, so it must be the user's own.
     """
     if chosen := os.environ.get("MAMBAKIT_CACHE"):
-        folder = Path(chosen)
-    elif any(name in os.environ for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")):
-        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-        folder = Path(tempfile.gettempdir()) / f"mambakit-{user}"
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mambakit"
-    folder = folder / "kernels"
+        return _own_folder(Path(chosen), "kernels")
+    if is_under_a_job():
+        return _own_folder(_folder_of_the_node(), "kernels")
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-    except (OSError, RuntimeError):
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
         return None
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH):
+    return _own_folder(home / "mambakit", "kernels")
+
+
+def keep_triton_s_cache_on_the_node() -> None:
+    """Triton's own cache, too, is raced for by the nodes of a job when it lies on a network file system."""
+    if is_under_a_job() and "TRITON_CACHE_DIR" not in os.environ:
+        folder = _own_folder(_folder_of_the_node(), "triton")
+        if folder is not None:
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def is_under_a_job() -> bool:
+    return any(name in os.environ for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+
+
+def _folder_of_the_node() -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return Path(tempfile.gettempdir()) / f"mambakit-{user}"
+
+
+def _own_folder(parent: Path, name: str) -> Path | None:
+    """A folder that is the user's own and that no one else may write to; None where there is none to be had."""
+    folder = parent / name
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        found = [parent.lstat(), folder.lstat()]
+    except OSError:
         return None
+    if hasattr(os, "getuid"):
+        others = stat.S_IWOTH | stat.S_IWGRP
+        if found[1].st_uid != os.getuid() or found[1].st_mode & others or not stat.S_ISDIR(found[1].st_mode):
+            return None
+        if found[0].st_mode & others and not found[0].st_mode & stat.S_ISVTX:  # others might put another in its place
+            return None
     return folder if os.access(folder, os.W_OK) else None
 
 
