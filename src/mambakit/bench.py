@@ -31,6 +31,7 @@ from .files import UserError
 from .measure import StepClock, Timing, copy_rate, environment, process_seconds, release_memory, time_calls
 from .model import MambaLM
 from .model.lm import Recompute
+from .training.loop import Numbers
 from .training.metrics import matmul_flops, peak_memory
 from .training.optim import make_optimizer
 
@@ -824,15 +825,14 @@ def _measure_steps(
     def run(count: int) -> list[float]:
         """Seconds of each of so many steps. As in training, a loss is read when the next step is under way."""
         clock = StepClock(plan.device)
-        unread: Tensor | None = None
+        unread: list[Numbers] = []
         for _ in range(count):
-            loss = trainee.step(next(batches))
+            unread.append(Numbers(trainee.step(next(batches))))
             clock.tick()
-            if unread is not None:
-                losses.append(float(unread))
-            unread = loss
-        if unread is not None:
-            losses.append(float(unread))
+            if len(unread) > 1:
+                losses.extend(unread.pop(0).read())
+        for numbers in unread:
+            losses.extend(numbers.read())
         for number, value in enumerate(losses, 1):
             if not math.isfinite(value):
                 raise FloatingPointError(f"{plan.name}: the loss of step {number} is {value}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, random_documents, small_model
+from helpers import assert_close, needs_linux, peak_bytes, random_documents, small_model
 from torch import Tensor
 
 from mambakit import MambaLM
@@ -52,6 +52,52 @@ def test_a_narrow_residual_is_served_too(residual_in_fp32: bool) -> None:
     model = small_model("mamba1", dtype=torch.bfloat16, residual_in_fp32=residual_in_fp32)
     expected, actual = (torch.autograd.grad(_loss(model, way), list(model.parameters())) for way in ("none", "light"))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("recompute", ["none", "light", "block"])
+def test_a_weight_that_was_changed_in_between_is_noticed(recompute: str) -> None:
+    model = small_model("mamba1")
+    loss = _loss(model, recompute)
+    layer = model.backbone.layers[1]
+    with torch.no_grad():
+        layer.mixer.out_proj.weight.mul_(3)  # type: ignore[union-attr, operator]
+    if recompute == "block":  # computes with what is there now, as torch's checkpointing does
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+            loss.backward()
+
+
+FORWARD_ONLY = """
+from mambakit import MambaLM, ModelConfig
+model = MambaLM(ModelConfig(kind="mamba1", d_model=128, num_layers=2, vocab_size=50, state_size=64))
+model.backbone.recompute = "light"
+tokens = torch.zeros(1, 3, dtype=torch.long)
+def work(times):
+    for _ in range(times):
+        model(tokens, targets=tokens)
+"""
+
+
+@needs_linux
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing_behind() -> None:
+    assert peak_bytes(FORWARD_ONLY, 400) < 16 * 2**20  # A alone, of both layers, would come to 52 MB
+
+
+def test_a_projection_of_another_kind_is_not_called_twice() -> None:
+    class Noisy(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            Noisy.calls += 1
+            return torch.nn.functional.linear(input, self.weight)
+
+    model = small_model("mamba1")
+    for block in model.backbone.layers:
+        old = block.mixer.dt_proj  # type: ignore[union-attr]
+        block.mixer.dt_proj = Noisy(old.in_features, old.out_features)  # type: ignore[union-attr, operator, arg-type]
+    _loss(model, "light").backward()
+    assert Noisy.calls == model.config.num_layers
 
 
 def test_recipes_stand_in_for_what_they_make_alone() -> None:

@@ -22,7 +22,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
-        "N": num_states, "NC": selective_scan.NUM_CHANNELS, "NS": selective_scan.NUM_STATES, "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
+        "N": num_states,  "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
         "AHEAD": selective_scan.AHEAD, "BEHIND": selective_scan.BEHIND, part: 1, **more,
     }  # fmt: skip
 
@@ -135,6 +135,9 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkey
     folder.parent.chmod(0o777)
     assert nvrtc.cache_folder() is None
     folder.parent.chmod(0o1777)
+    assert nvrtc.cache_folder() == folder
+    (tmp_path / "link").symlink_to(folder.parent)
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "link"))
     assert nvrtc.cache_folder() == folder
 
 

@@ -50,7 +50,10 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        return Batch(*(value.to(device, non_blocking=True) for value in self._values()))
+        values = self._values()
+        if device.type == "cuda":  # a copy from other memory would wait for the GPU
+            values = tuple(value.pin_memory() for value in values)
+        return Batch(*(value.to(device, non_blocking=True) for value in values))
 
     def _values(self) -> tuple[Tensor, ...]:
         return self.tokens, self.targets, self.doc_ids, self.loss_mask, self.carries

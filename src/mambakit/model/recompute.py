@@ -60,7 +60,7 @@ class Recipes:
     def _pack(self, tensor: Tensor) -> Any:
         made, recipe = self._known.get(tensor.untyped_storage().data_ptr(), (None, None))
         if made is None or recipe is None or not _is_all_of(tensor, made):
-            return tensor
+            return tensor.detach(), tensor._version  # a tensor with its history would hold its own node, for ever
         return recipe.use(tensor.shape)
 
 
@@ -76,8 +76,13 @@ def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    recipe, shape = packed
-    made: Tensor = recipe.make(shape)
-    return made
+    kept, note = packed
+    if isinstance(kept, Recipe):
+        return kept.make(note)
+    tensor: Tensor = kept
+    if tensor._version != note:  # torch itself looks no more where there are hooks
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after the forward pass "
+            "(a weight, perhaps, by an optimizer step between the two)"
+        )
+    return tensor

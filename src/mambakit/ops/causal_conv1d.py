@@ -30,11 +30,7 @@ def causal_conv1d(
     activation: str | None = "silu",
 ) -> tuple[Tensor, Tensor]:
     """The convolution over whole rows: (y (B, L, D), final state (B, W-1, D)), both in x's dtype."""
-    sizes = Sizes("causal_conv1d")("x", x, "B L D")("weight", weight, "D W")("bias", bias, "D")
-    sizes.at_least_one("B", "L", "D", "W")
-    sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B W-1 D")
-    check_documents("causal_conv1d", doc_ids)
-    silu = _is_silu("causal_conv1d", activation)
+    silu = _check(x, weight, bias, doc_ids, initial_state, activation)
     if dispatch.choose("causal_conv1d", x, unfit=_unfit(x, weight)) == "reference":
         return causal_conv1d_reference(
             x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation
@@ -55,11 +51,11 @@ def causal_conv1d_beside(
     """`causal_conv1d` of the first D channels of xz (B, L, D + E), and the others: (y, y again, z, final state).
 
     The same as splitting xz first, but for its backward pass on a GPU: it reads the gradients of two uses of y without
-    a sum between, and writes that of x beside z's without a copy.
+    a sum between, and writes that of x beside z's without a copy. y and y again are one memory: leave both as they are.
     """
     channels = weight.shape[0]
     x, z = xz.split([channels, xz.shape[-1] - channels], dim=-1)
-    silu = _is_silu("causal_conv1d", activation)
+    silu = _check(x, weight, bias, doc_ids, initial_state, activation)
     is_served = xz.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
     if is_served and dispatch.choose("causal_conv1d", xz, unfit=_unfit(xz, weight)) == "cuda":
         outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ConvBeside.apply(  # type: ignore[no-untyped-call]
@@ -120,9 +116,21 @@ def _whole_rows(dz: Tensor | None, xz: Tensor, channels: int) -> Tensor | None:
         return None
     if dz.stride() != xz.stride() or dz.storage_offset() != channels:
         return None
-    if dz.untyped_storage().nbytes() != xz.numel() * xz.element_size():
+    if dz.untyped_storage().nbytes() != (xz.numel() + 1) * xz.element_size():  # gradient_beside's, and no one else's
         return None
     return dz.as_strided(xz.shape, xz.stride(), 0)
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+    activation: str | None,
+) -> bool:  # fmt: skip
+    """Whether the activation is silu, once the arguments fit each other."""
+    sizes = Sizes("causal_conv1d")("x", x, "B L D")("weight", weight, "D W")("bias", bias, "D")
+    sizes.at_least_one("B", "L", "D", "W")
+    sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B W-1 D")
+    check_documents("causal_conv1d", doc_ids)
+    return _is_silu("causal_conv1d", activation)
 
 
 def _unfit(x: Tensor, weight: Tensor) -> str | None:

@@ -228,7 +228,7 @@ def _scan_backward_fake(
     *_: object,
 ) -> list[Tensor]:
     grads = empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
-    if z is not None and z.device.type == "cuda":
+    if z is not None and z.device.type == "cuda" and len({t.dtype for t in (x, dt, B, C, z)}) == 1:
         from .gpu.selective_scan import gradient_beside
 
         grads[6] = gradient_beside(z)

@@ -52,12 +52,27 @@ class Progress:
     evaluations_without_gain: int = 0
 
 
+class Numbers:
+    """Scalars on their way from the device. A plain `float` would wait for all that a GPU was given since."""
+
+    def __init__(self, *values: Tensor) -> None:
+        device = values[0].device
+        self._values = torch.stack([value.to(values[0]) for value in values]).to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(device))
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(value) for value in self._values]
+
+
 @dataclass(frozen=True)
 class Step:
     """A finished step whose loss the device may still be computing."""
 
-    loss: Tensor
-    grad_norm: Tensor
+    numbers: Numbers  # loss and gradient norm
     rate: float
     num_tokens: int
     progress: Progress  # after it
@@ -152,8 +167,9 @@ def step(run: Run) -> None:
     progress.step += 1
     progress.tokens += num_tokens
     progress.next_row += batch.num_rows
+    numbers = Numbers(loss, norm)
     record_last_step(run)
-    run.unrecorded = Step(loss, norm, rate, num_tokens, dataclasses.replace(progress))
+    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress))
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
 
@@ -196,7 +212,7 @@ def record_last_step(run: Run) -> None:
     step, run.unrecorded = run.unrecorded, None
     if step is None:
         return
-    loss, norm = float(step.loss), float(step.grad_norm)  # sync point
+    loss, norm = step.numbers.read()  # sync point
     now = time.perf_counter()
     seconds, run.clock = now - run.clock, now
     flops = run.config.model.flops_per_token(training=True) * step.num_tokens

@@ -31,7 +31,7 @@ def why_no_cuda(device_index: int) -> str | None:
     capability = torch.cuda.get_device_capability(device_index)
     if capability < OLDEST_FOR_CUDA:
         return f"it needs compute capability 7.5, and {_name(device_index)}"
-    return nvrtc.why_absent(capability)
+    return nvrtc.why_absent(capability) or nvrtc.why_not_loaded(device_index)
 
 
 def _name(device_index: int) -> str:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .nvrtc import IO, Kernels, kernels, pack, processors
+from .nvrtc import IO, Kernels, kernels, pack, processors, rows
 
 WIDEST = 16  # taps
 THREADS = 128
@@ -30,7 +30,7 @@ def forward(
     """(y, final state), both in x's dtype."""
     batch, length, channels = x.shape
     width = weight.shape[1]
-    x = _rows(x)
+    x = rows(x, x.dtype)
     state = initial_state.to(x.dtype).contiguous() if initial_state is not None else None
     y, final_state = x.new_empty(batch, length, channels), x.new_empty(batch, width - 1, channels)
     v = _together((x, state), channels)
@@ -51,8 +51,8 @@ def backward(
     to `dx` where it is given."""
     batch, length, channels = x.shape
     width = weight.shape[1]
-    x, dy = _rows(x), _rows(dy.to(x.dtype))
-    more_dy = _rows(more_dy.to(x.dtype)) if more_dy is not None else None
+    x, dy = rows(x, x.dtype), rows(dy, x.dtype)
+    more_dy = rows(more_dy, x.dtype) if more_dy is not None else None
     state, dfinal = (t.to(x.dtype).contiguous() if t is not None else None for t in (initial_state, dfinal_state))
     dx = x.new_empty(batch, length, channels) if dx is None else dx
     v = _together((x, state, dy, more_dy, dfinal, dx), channels)
@@ -69,10 +69,6 @@ def backward(
     _code(width, v, x.dtype, silu, doc_ids is not None).launch("conv_backward", blocks, THREADS, arguments, x.device)
     dparameters = parts.sum(0)  # (W + 1, D)
     return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
 def _together(tensors: tuple[Tensor | None, ...], channels: int) -> int:

@@ -60,7 +60,9 @@ def _candidates() -> Iterable[str]:
     own = [torch.version.cuda.split(".")[0]] if torch.version.cuda else []
     majors = [*own, *(major for major in ("13", "12") if major not in own)]
     if sys.platform == "win32":
-        folders = [Path(torch.__file__).parent / "lib", Path(os.environ.get("CUDA_PATH", "")) / "bin"]
+        folders = [Path(torch.__file__).parent / "lib"]
+        if chosen := os.environ.get("CUDA_PATH"):
+            folders.append(Path(chosen) / "bin")
         for folder in folders:
             yield from (str(path) for path in sorted(folder.glob("nvrtc64_*_0.dll"), reverse=True))
         return
@@ -108,7 +110,7 @@ def compile_kernels(file: str, constants: dict[str, int], capability: tuple[int,
     exact = architecture in known
     target = f"sm_{architecture}" if exact else f"compute_{max(older)}"
     options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{name}={v}" for name, v in constants.items())]
-    source = (SOURCES / "common.cuh").read_text() + (SOURCES / file).read_text()
+    source = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", file))
     key = hashlib.sha256("\0".join([version, source, *options]).encode()).hexdigest()[:32]
     cached = cache_folder()
     if cached is not None:
@@ -202,18 +204,20 @@ def _folder_of_the_node() -> Path:
 
 def _own_folder(parent: Path, name: str) -> Path | None:
     """A folder that is the user's own and that no one else may write to; None where there is none to be had."""
-    folder = parent / name
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = parent.resolve() / name
         folder.mkdir(exist_ok=True, mode=0o700)
-        found = [parent.lstat(), folder.lstat()]
+        above, found = folder.parent.stat(), folder.lstat()
     except OSError:
         return None
     if hasattr(os, "getuid"):
         others = stat.S_IWOTH | stat.S_IWGRP
-        if found[1].st_uid != os.getuid() or found[1].st_mode & others or not stat.S_ISDIR(found[1].st_mode):
+        if found.st_uid != os.getuid() or found.st_mode & others or not stat.S_ISDIR(found.st_mode):
             return None
-        if found[0].st_mode & others and not found[0].st_mode & stat.S_ISVTX:  # others might put another in its place
+        # Who may rename the folder could put another in its place: whoever owns the one above, and whoever may write to
+        # it, unless it is sticky.
+        if above.st_uid not in (os.getuid(), 0) or (above.st_mode & others and not above.st_mode & stat.S_ISVTX):
             return None
     return folder if os.access(folder, os.W_OK) else None
 
@@ -242,8 +246,19 @@ def _enter_context(index: int) -> None:
     """A thread of autograd may not have touched its GPU yet, and then the driver knows of no context."""
     current = ctypes.c_void_p()
     _check_driver(_driver().cuCtxGetCurrent(ctypes.byref(current)))
-    if not current:
+    if current.value != _context(index).value:
         _check_driver(_driver().cuCtxSetCurrent(_context(index)))
+
+
+def why_not_loaded(index: int) -> str | None:
+    """Why the driver does not take what NVRTC compiles for this GPU; None where it does."""
+    try:
+        with torch.cuda.device(index):
+            _enter_context(index)
+            Kernels("probe.cu")._load(index, "probe", 0)
+    except (OSError, RuntimeError) as error:
+        return f"the driver does not load what NVRTC compiled ({error})"
+    return None
 
 
 class Kernels:
@@ -298,6 +313,13 @@ def kernels(file: str, **constants: int) -> Kernels:
 def processors(device: torch.device) -> int:
     """How many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor (B, L, D) as kernels read it: channels side by side, steps near enough for an offset of 32 bits."""
+    tensor = tensor.to(dtype)
+    is_plain = tensor.stride(2) == 1 or tensor.shape[2] == 1
+    return tensor if is_plain and tensor.stride(1) * tensor.element_size() < 2**31 else tensor.contiguous()
 
 
 def pack(*values: int | torch.Tensor | None) -> bytes:

@@ -5,10 +5,12 @@
 // warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and gradients per
 // channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
 //
-// Compiled with N (states); NC and NS, the channels and states of a thread; IO (common.cuh); HAS_Z; SOFTPLUS; WARPS of a
-// block; KEEP, the steps between states that forward keeps for backward; AHEAD and BEHIND, the steps of a tile in either
-// direction: all states of a tile of BEHIND are in registers.
+// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; WARPS of a block; KEEP, the steps between states
+// that forward keeps for backward; AHEAD and BEHIND, the steps of a tile in either direction: all states of a tile of
+// BEHIND are in registers.
 
+#define NC 4  // channels of a thread
+#define NS 4  // states of a thread
 #define Q (N <= NS ? 1 : N <= 2 * NS ? 2 : N <= 4 * NS ? 4 : N <= 8 * NS ? 8 : 16)  // lanes that share channels
 #define PADDED (Q * NS)                                                 // N, or a little more
 #define CHANNELS (32 / Q * NC)                                          // of a warp
@@ -170,15 +172,9 @@ __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-template <int count>
-__device__ __forceinline__ void unpack(float (&values)[count], const float* memory) {
-    if (count == 4) {
-        const float4 v = *reinterpret_cast<const float4*>(memory);
-        values[0] = v.x, values[1] = v.y, values[2 % count] = v.z, values[3 % count] = v.w;
-    } else {
-        const float2 v = *reinterpret_cast<const float2*>(memory);
-        values[0] = v.x, values[1] = v.y;
-    }
+__device__ __forceinline__ void unpack(float (&values)[4], const float* memory) {
+    const float4 v = *reinterpret_cast<const float4*>(memory);
+    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
 }
 
 // The sums of `values[c]` over the Q lanes that share channels; lane q gets those of its own channels.
@@ -450,8 +446,7 @@ struct Backward {
 };
 
 #define TILES (KEEP / BEHIND)
-#define SHARES (PARTS < BEHIND ? PARTS : BEHIND)  // lanes that divide the steps of a tile among them
-#define COUNT (BEHIND / SHARES)                   // the steps of one
+#define COUNT (BEHIND / PARTS)  // steps of a tile whose inputs and outputs a lane moves, for its own channels
 #define VALUES (2 * PADDED)  // dB and dC of a step
 
 struct BackwardShared {
@@ -470,8 +465,8 @@ struct BlockShared {
     float B[KEEP][PADDED], C[KEEP][PADDED];
 };
 
-// The sums of 2 x S values over the lanes of a warp that share states, each lane ending with some of them: with
-// S values of dB, then S of dC. Gives how many a lane holds and where they belong.
+// The sums over all channels of a warp of dB and dC, of which a thread has NS each: lanes that have the same states halve
+// what they hold with each exchange, and write what they end with.
 __device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS], const Place& at) {
     int left = 2 * NS, first = 0;
     bool mine = true;
@@ -517,7 +512,7 @@ __device__ __forceinline__ void sum_own_states(float (&own)[COUNT][OWN], int i, 
     sum_states(sums, values, at.q);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
-        if (SHARES == 1 || at.q / NC % SHARES == i / COUNT) own[i % COUNT][j] = sums[j];
+        if (PARTS == 1 || at.q / NC == i / COUNT) own[i % COUNT][j] = sums[j];
 }
 
 template <bool with_starts>
@@ -625,7 +620,7 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     __syncthreads();
 
     // Forward once more, from the kept state, to have the state before each tile.
-    const int mine = at.q / NC % SHARES * COUNT;  // the first of this lane's steps in a tile
+    const int mine = at.q / NC * COUNT;  // the first of this lane's steps in a tile
     Column xs = column(in.x, in.sx, t0 + mine, at), dts = column(in.dt, in.sdt, t0 + mine, at);
     io_t x[COUNT][OWN], dt[COUNT][OWN], z[COUNT][OWN], dy[COUNT][OWN];
     const auto fetch_from = [&](io_t(&values)[COUNT][OWN], const Column& from, int left) {
@@ -724,7 +719,7 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
                 const index_t offset = (index_t)out_step * i + j;
-                const bool writes = at.real[j] && at.q / NC < SHARES && (whole || mine + i < left);
+                const bool writes = at.real[j] && (whole || mine + i < left);
                 const float input = shared.x[mine + i][at.own + j], dplain = shared.dy[mine + i][at.own + j];
                 const float skipped = D[j] * dplain, step = shared.dt[mine + i][at.own + j];
                 const float dv = fmaf(du[i][j], input, LN2 * ddt[i][j]) * shared.slope[mine + i][at.own + j];
@@ -824,7 +819,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
-        for (int bit = NC; bit < NC * SHARES; bit *= 2) {
+        for (int bit = NC; bit < NC * PARTS; bit *= 2) {
             dD[j] += __shfl_xor_sync(FULL, dD[j], bit);
             dbias[j] += __shfl_xor_sync(FULL, dbias[j], bit);
         }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .nvrtc import IO, Kernels, kernels, pack, processors
+from .nvrtc import IO, Kernels, kernels, pack, processors, rows
 
 NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; as NC and NS in the source
 AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward
@@ -91,10 +91,11 @@ class _Call:
     ) -> None:  # fmt: skip
         given = [tensor for tensor in (x, dt, B, C, z, dy) if tensor is not None]
         io = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
+        io = torch.float32 if io == torch.float64 else io  # where only some of them are that wide
         self.io, self.device = io, x.device
-        self.x, self.dt, self.B, self.C = (_rows(tensor, io) for tensor in (x, dt, B, C))
-        self.z = _rows(z, io) if z is not None else None
-        self.dy = _rows(dy, io) if dy is not None else None
+        self.x, self.dt, self.B, self.C = (rows(tensor, io) for tensor in (x, dt, B, C))
+        self.z = rows(z, io) if z is not None else None
+        self.dy = rows(dy, io) if dy is not None else None
         self.A, self.D, self.dt_bias = (_parameter(tensor) for tensor in (A, D, dt_bias))
         self.doc_ids = doc_ids.contiguous() if doc_ids is not None else None
         self.batch, self.length, self.channels = x.shape
@@ -114,7 +115,7 @@ class _Call:
 
     def kernels(self, part: str, **constants: int) -> Kernels:
         return kernels(
-            "selective_scan.cu", N=self.num_states, NC=NUM_CHANNELS, NS=NUM_STATES, IO=IO[self.io],
+            "selective_scan.cu", N=self.num_states, IO=IO[self.io],
             HAS_Z=int(self.z is not None), SOFTPLUS=int(self.dt_softplus), WARPS=self.layout.warps,
             KEEP=self.layout.keep, AHEAD=AHEAD, BEHIND=BEHIND, **{part: 1}, **constants,
         )  # fmt: skip
@@ -138,13 +139,6 @@ class _Call:
         self.kernels("CHUNKED").launch("scan_carry", blocks, self.threads, arguments, self.device)
 
 
-def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Channels next to each other, and steps near enough for an offset of 32 bits."""
-    tensor = tensor.to(dtype)
-    is_plain = tensor.stride(2) == 1 or tensor.shape[2] == 1
-    return tensor if is_plain and tensor.stride(1) * tensor.element_size() < 2**31 else tensor.contiguous()
-
-
 def _parameter(tensor: Tensor | None) -> Tensor | None:
     """fp32 and contiguous, at an address that a word of 16 bytes can be read from."""
     if tensor is None:
@@ -154,14 +148,14 @@ def _parameter(tensor: Tensor | None) -> Tensor | None:
 
 
 def gradient_beside(z: Tensor) -> Tensor:
-    """Memory for z's gradient. Where z is a part of wider rows, so is its gradient, and those who made the rows may
-    write what belongs beside it into the same memory."""
+    """Memory for z's gradient. Where z is half of wider rows, so is its gradient, and those who made the rows may write
+    what belongs beside it into the same memory: they know it by one element more than the rows take."""
     batch, length, channels = z.shape
     width = z.stride(1)
     first = z.storage_offset() % width if width else 0
-    if width <= channels or z.stride() != (length * width, width, 1) or first + channels > width:
+    if not channels < width <= 2 * channels or z.stride() != (length * width, width, 1) or first + channels > width:
         return z.new_empty(z.shape)
-    return z.new_empty(batch, length, width)[..., first : first + channels]
+    return z.new_empty(batch * length * width + 1).as_strided(z.shape, z.stride(), first)
 
 
 def forward(
@@ -194,7 +188,7 @@ def backward(
     inputs_of_forward: tuple[Any, ...], with_initial: bool, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; given what forward was, but for the last."""
-    x, _, A, B, C, *_ = inputs_of_forward
+    x, _, A, B, C, _, z, *_ = inputs_of_forward
     everything: tuple[Any, ...] = (*inputs_of_forward, dy)
     call = _Call(*everything)
     assert call.dy is not None
@@ -218,7 +212,8 @@ def backward(
         call.carry(states, total_dt, entering, backwards=True)
         entering = states
     dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
-    dz = gradient_beside(call.z) if call.z is not None else None
+    as_given = call.z is z
+    dz = None if z is None else gradient_beside(z) if as_given else new(z.shape, dtype=call.io)
     dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
     parts = new(call.batch * chunks, call.channels, num_states + 2)
     dinitial = new(call.batch, *A.shape) if with_initial else None
