@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def test_a_run_on_a_gpu_resumes_in_the_same_bits(kind: str, tmp_path: Path, monk
     train(config, out=tmp_path / "stopped", resume=True)
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     assert state_bytes(tmp_path / "stopped", 12) == state_bytes(tmp_path / "whole", 12)
+
+
+def test_no_step_is_clocked_while_another_one_runs(tmp_path: Path) -> None:
+    config = settings(
+        make_shards(tmp_path), model={"d_model": 256, "num_layers": 8}, parallel={"device": "cuda"},
+        train={"steps": 30, "eval_every": 5},
+    )  # fmt: skip
+    train(config, out=tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    speeds = [json.loads(line)["tokens_per_second"] for line in lines if '"type": "train"' in line][2:]
+    middle = sorted(speeds)[len(speeds) // 2]
+    assert max(speeds) < 3 * middle, "a step that another one waited for would seem to take no time"
 
 
 def test_fp16_with_a_scaler_learns(tmp_path: Path) -> None:
