@@ -1,0 +1,117 @@
+"""Training with the kernels beside training with the plain reference: the same weights, the same batches, the losses.
+
+    python benchmarks/against_reference.py --data SHARDS [--model mamba-130m] [--rows 4] [--length 256] [--steps 200]
+        [--precision bf16] [--out FILE]
+
+Prints the mean loss of every 20 steps of both, and how far they are apart. On a GPU the reference's forward and
+backward pass, thousands of small kernels a layer, are captured once as a CUDA graph and replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mambakit import MambaLM, ModelConfig, ops
+from mambakit.config import DataConfig, OptimConfig
+from mambakit.data.loader import Batch, Loader
+from mambakit.data.shards import TokenStream
+from mambakit.device import DTYPES, autocast, choose_device
+from mambakit.training.optim import make_optimizer
+from mambakit.training.schedule import learning_rate
+
+TOGETHER = 20  # steps of a mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="a folder of shards")
+    parser.add_argument("--model", default="mamba-130m")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--precision", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument("--out", type=Path, help="all losses, as JSON")
+    options = parser.parse_args()
+    losses = {}
+    for backend in ("auto", "reference"):
+        started = time.perf_counter()
+        losses[backend] = train(options, backend)
+        print(f"{backend}: {time.perf_counter() - started:.1f} s", flush=True)
+        print(*(f"{mean:.4f}" for mean in means(losses[backend])), flush=True)
+    apart = [abs(a - b) for a, b in zip(means(losses["auto"]), means(losses["reference"]), strict=True)]
+    print("apart by", *(f"{one:.4f}" for one in apart), f"at most {max(apart):.4f}")
+    if options.out:
+        options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **losses}))
+
+
+def means(losses: list[float]) -> list[float]:
+    return [sum(part) / len(part) for part in (losses[i : i + TOGETHER] for i in range(0, len(losses), TOGETHER))]
+
+
+def train(options: argparse.Namespace, backend: str) -> list[float]:
+    """The losses of all steps with this backend, from the same seed and data."""
+    device, dtype = choose_device(), DTYPES[options.precision]
+    torch.manual_seed(0)
+    with device:
+        model = MambaLM(ModelConfig.preset(options.model))
+    optim = OptimConfig(lr=1e-3, warmup_steps=min(20, options.steps))
+    optimizer = make_optimizer(model, optim, device)
+    stream = TokenStream(options.data, "train")
+    batches = iter(Loader(stream, DataConfig(path=str(options.data), sequence_length=options.length), options.rows))
+    held = next(batches).to(device)  # one memory for all batches, which a graph can read again and again
+
+    def pass_over(batch: Batch) -> Tensor:
+        with autocast(device, dtype), ops.backend(backend):
+            output = model(batch.tokens, doc_ids=batch.doc_ids, targets=batch.targets, loss_mask=batch.loss_mask)
+        assert output.loss_sum is not None
+        loss = output.loss_sum / output.num_targets
+        loss.backward()
+        return loss.detach()
+
+    run: Callable[[], Tensor] = lambda: pass_over(held)  # noqa: E731
+    if backend == "reference" and device.type == "cuda":
+        run = captured(model, run)
+    losses = []
+    for number in range(options.steps):
+        if number:
+            for memory, value in zip(held._values(), next(batches)._values(), strict=True):
+                memory.copy_(value)
+        loss = run()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(number + 1, options.steps, optim)
+        optimizer.step()
+        losses.append(float(loss))
+        if backend != "reference" or device.type != "cuda":  # a graph writes its gradients anew
+            optimizer.zero_grad(set_to_none=True)
+    return losses
+
+
+def captured(model: nn.Module, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A forward and backward pass as a CUDA graph. Its first call, outside, sets up what may not be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+if __name__ == "__main__":
+    main()
