@@ -1,0 +1,780 @@
+"""SSD on a GPU: matrix products over chunks of Q tokens; ops/cpu/ssd.py has the formulas.
+
+`_times_kernel` turns dt into what the others need of time, once for each token and head. With cum_i = sum of dt A from
+the chunk's beginning to i: dt, cum in units of log2(e) as `high` + `low` (the sum is made in fp64; `low` is read for
+fp32 inputs alone), from_start = exp(cum_i) and to_end = exp(cum_Q - cum_i), which are zero where a document begins
+between; and `firsts`, where in the chunk a token's document begins.
+
+Forward, a program walks along time for one head and a block of its channels with the state, (N, P), in registers.
+Nothing is kept for backward but what enters the segments, see below.
+
+Backward has three steps. `_states_kernel` walks along time twice, forward for the state that enters each chunk and
+backward for the gradient of the state that leaves it, and writes both in the inputs' dtype, in which the tensor cores
+would have them anyway. Then nothing binds a chunk to its neighbours: a program of `_chunk_kernel` has one chunk and the
+heads of a group, so that C_i B_j is computed once for all heads, and dB and dC are summed in registers and written
+once. `_steps_kernel` brings together what is known of each dt.
+
+Too few rows and heads for the GPU: time is cut into segments that walk side by side. What each leaves behind alone
+is computed first, then carried on, and then each has what enters it. Sums are fp32 and made in a fixed order.
+
+Sizes in shapes: c chunks, s segments, L' = c Q; p numbers the blocks of channels of a head. Tiles are padded to powers
+of two. Addresses are 64 bits wide; inside a tile 32 bits do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST_STATE = 256
+# A time stride beyond this could overflow 32 bits inside a tile; such a tensor is copied.
+LARGEST_STRIDE = 2**24
+# Fewer programs than FEW_WALKS that walk along time: it is cut into segments, to have ENOUGH_WALKS, each of so many
+# chunks at least.
+FEW_WALKS, ENOUGH_WALKS, SHORTEST_SEGMENT = 128, 512, 8
+# Programs of a chunk and a group, fewer than which the heads of a group are dealt out to several.
+ENOUGH_CHUNKS = 256
+HEADS_OF_A_TILE = 16  # in the kernels that only look at dt
+# What differs from batch to batch: a kernel is not compiled anew because one of them is 1, or divisible by 16.
+SIZES_OF_A_BATCH = ("length", "batch", "num_chunks", "num_segments", "segment_chunks", "num_parts", "part_heads")
+
+STEP, HIGH, LOW, FROM_START, TO_END = (tl.constexpr(i) for i in range(5))  # of `times` (5, B, H, L')
+# Of `sums` (5, p, B, H, L'), of which `_steps_kernel` makes the gradient of dt A: what a token SENT to the state that
+# leaves, and READ of the one that enters; inside the chunk, what has GONE from it and COME to it, or, added up already,
+# WITHIN. And DIRECT, the gradient of dt as a factor of x.
+SENT, READ, GONE, COME, DIRECT = (tl.constexpr(i) for i in range(5))
+WITHIN = GONE
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@functools.cache
+def _has_wide_products(device: torch.device) -> bool:
+    """Whether groups of four warps multiply what lies in shared memory: Hopper, and Blackwell's large GPUs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tokens of a chunk, channels of a block; and warps and pipeline stages of the three large kernels."""
+
+    chunk: int
+    forward_channels: int
+    channels: int
+    forward: tuple[int, int]
+    states: tuple[int, int]
+    chunks: tuple[int, int]
+
+    @classmethod
+    def of(cls, x: Tensor, num_states: int) -> Tiles:
+        padded = max(16, triton.next_power_of_2(x.shape[3]))
+        if x.dtype == torch.float32:  # without tensor cores, and with twice the bytes
+            return cls(32, 16, min(padded, 32), (4, 1), (4, 1), (8, 1))
+        # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
+        chunk = 64 if num_states <= 128 and _has_wide_products(x.device) else 32
+        return cls(chunk, min(padded, 64), min(padded, 64), (4, 2), (4, 3), (8, 2))
+
+
+@triton.jit
+def _softplus(value: tl.tensor) -> tl.tensor:
+    """log(1 + e^value) to full precision: log(w) loses the digits of a small w - 1, and u / (w - 1) restores them."""
+    u = tl.exp(-tl.abs(value))
+    w = 1 + u
+    return tl.maximum(value, 0.0) + tl.where(w == 1, u, tl.log(w) * (u / tl.where(w == 1, 1.0, w - 1)))
+
+
+@triton.jit
+def _biased_dt(
+    dt: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, q: tl.tensor, left: tl.tensor,
+    head: tl.tensor, num_heads: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """dt + dt_bias of a chunk, (Q, heads)."""
+    inside = (q < left)[:, None] & (head < num_heads)[None, :]
+    place = q[:, None].to(tl.int64) * dt_time + head[None, :].to(tl.int64) * dt_head
+    value = tl.load(dt + place, mask=inside, other=0.0).to(tl.float32)
+    if dt_bias is not None:
+        value += tl.load(dt_bias + head, mask=head < num_heads, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _times_kernel(
+    dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
+    doc_ids: tl.tensor, doc_row: tl.tensor, doc_time: tl.tensor, times: tl.tensor, firsts: tl.tensor, length: tl.tensor,
+    num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor, dt_low: tl.tensor, dt_high: tl.tensor,
+    SOFTPLUS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr,
+) -> None:  # fmt: skip
+    plane = plane.to(tl.int64)
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    first = (tl.program_id(0) % num_chunks).to(tl.int64) * Q
+    q = tl.arange(0, Q)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    left = (length - first).to(tl.int32)
+    value = _biased_dt(dt + row * dt_row + first * dt_time, dt_time, dt_head, dt_bias, q, left, head, num_heads)
+    if SOFTPLUS:
+        value = _softplus(value)
+    step = tl.where((q < left)[:, None], tl.minimum(tl.maximum(value, dt_low), dt_high), 0.0)  # (Q, heads)
+    rate = tl.load(A + head, mask=head < num_heads, other=0.0).to(tl.float64) * LOG2_E
+    product = step.to(tl.float64) * rate[None, :]
+    cum = tl.cumsum(product, axis=0)
+    high = cum.to(tl.float32)
+    from_start = tl.exp2(high)
+    to_end = (tl.sum(product, axis=0)[None, :] - cum).to(tl.float32)
+    if doc_ids is not None:
+        doc_ids += row * doc_row + first * doc_time
+        # Past the end, tokens are of the last one's document, so that nothing begins there.
+        document = tl.load(doc_ids + tl.minimum(q, left - 1) * doc_time)
+        if tl.program_id(1) == 0:
+            earlier = (document[None, :] < document[:, None]).to(tl.int32)
+            tl.store(firsts + row * (num_chunks * Q) + first + q, tl.sum(earlier, axis=1))
+        entering = tl.load(doc_ids - tl.where(first > 0, doc_time, 0))  # the first state is of the first document
+        leaving = tl.load(doc_ids + (tl.minimum(left, Q) - 1) * doc_time)
+        from_start = tl.where((document == entering)[:, None], from_start, 0.0)
+        to_end = tl.where((document == leaving)[:, None], to_end, -float("inf"))
+    out = times + (row * num_heads + head[None, :]) * (num_chunks * Q) + first + q[:, None]
+    inside = (head < num_heads)[None, :]
+    tl.store(out + STEP * plane, step, mask=inside)
+    tl.store(out + HIGH * plane, high, mask=inside)
+    tl.store(out + LOW * plane, (cum - high.to(tl.float64)).to(tl.float32), mask=inside)
+    tl.store(out + FROM_START * plane, from_start, mask=inside)
+    tl.store(out + TO_END * plane, tl.exp2(to_end), mask=inside)
+
+
+@triton.jit
+def _inside(
+    row: tl.tensor, rows: tl.tensor, column: tl.tensor, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Which elements of a tile are there; columns are not looked at where tiles divide them evenly."""
+    inside = (row < rows)[:, None]
+    if COLUMNS % WIDTH != 0:
+        inside &= (column < COLUMNS)[None, :]
+    return inside
+
+
+@triton.jit
+def _tile(
+    tensor: tl.tensor, stride: tl.tensor, row: tl.tensor, rows: tl.tensor, column: tl.tensor, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(rows, WIDTH) of a tensor; zeros past either end."""
+    inside = _inside(row, rows, column, COLUMNS, WIDTH)
+    return tl.load(tensor + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _state(n: tl.tensor, p: tl.tensor, NUM_STATES: tl.constexpr, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Where the elements of a tile (N, P) lie in a state (P, N), and which of them are there."""
+    return p[None, :] * NUM_STATES + n[:, None], (n < NUM_STATES)[:, None] & (p < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def _decay(
+    time: tl.tensor, plane: tl.tensor, later: tl.tensor, earlier: tl.tensor, together: tl.tensor, PRECISE: tl.constexpr
+) -> tl.tensor:
+    """exp(cum_later - cum_earlier); zero where not `together`, however large the difference."""
+    exponent = tl.load(time + HIGH * plane + later) - tl.load(time + HIGH * plane + earlier)
+    if PRECISE:
+        exponent += tl.load(time + LOW * plane + later) - tl.load(time + LOW * plane + earlier)
+    return tl.exp2(tl.where(together, exponent, -float("inf")))
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _forward_kernel(
+    x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
+    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
+    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
+    D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, firsts: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, entering: tl.tensor, y: tl.tensor, final: tl.tensor,
+    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
+    num_segments: tl.tensor, segment_chunks: tl.tensor,
+    HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    PRECISE: tl.constexpr,
+) -> None:  # fmt: skip
+    plane = plane.to(tl.int64)
+    BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
+    p = tl.program_id(0) % BLOCKS * P + tl.arange(0, P)
+    head = tl.program_id(0) // BLOCKS % num_heads
+    walk = tl.program_id(0) // BLOCKS // num_heads
+    row, segment = (walk // num_segments).to(tl.int64), walk % num_segments
+    q, n = tl.arange(0, Q), tl.arange(0, N)
+    group = head // group_heads
+    x += row * x_row + head.to(tl.int64) * x_head
+    B += row * B_row + group.to(tl.int64) * B_group
+    C += row * C_row + group.to(tl.int64) * C_group
+    y += (row * length * num_heads + head) * HEAD_DIM
+    times += (row * num_heads + head) * (num_chunks * Q)
+    element, there = _state(n, p, NUM_STATES, HEAD_DIM)
+    if entering is None:
+        state = tl.zeros([N, P], tl.float32)
+    else:
+        at = (walk.to(tl.int64) * num_heads + head) * (HEAD_DIM * NUM_STATES)
+        state = tl.load(entering + at + element, mask=there, other=0.0)
+    if D is not None:
+        skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+    begin = segment * segment_chunks
+    end = tl.minimum(begin + segment_chunks, num_chunks)
+    for turn in range(end - begin):
+        first = (begin + turn).to(tl.int64) * Q
+        left = (length - first).to(tl.int32)
+        time = times + first
+        # All that is read is asked for first: the products that follow do not wait for it one by one.
+        step = tl.load(time + STEP * plane + q)
+        from_start = tl.load(time + FROM_START * plane + q)
+        passing = tl.load(time + FROM_START * plane + Q - 1)
+        weight = step * tl.load(time + TO_END * plane + q)
+        values = _tile(x + first * x_time, x_time, q, left, p, HEAD_DIM, P)
+        Bs = _tile(B + first * B_time, B_time, q, left, n, NUM_STATES, N)
+        Cs = _tile(C + first * C_time, C_time, q, left, n, NUM_STATES, N)
+        token = first.to(tl.int32) + q  # not q alone: a mask that is the same in all turns would stay in registers
+        together = token[:, None] >= token[None, :]
+        if firsts is not None:
+            together &= q[None, :] >= tl.load(firsts + row * (num_chunks * Q) + first + q)[:, None]
+        scores = tl.dot(Cs, tl.trans(Bs), input_precision="ieee")  # (i, j)
+        scores *= _decay(time, plane, q[:, None], q[None, :], together, PRECISE) * step[None, :]
+        outputs = tl.dot(Cs, state.to(Cs.dtype), input_precision="ieee")
+        outputs *= from_start[:, None]
+        outputs = tl.dot(scores.to(values.dtype), values, outputs, input_precision="ieee")
+        if D is not None:
+            outputs += skip[None, :] * values.to(tl.float32)
+        written = _inside(q, left, p, HEAD_DIM, P)
+        tl.store(
+            y + first * num_heads * HEAD_DIM + q[:, None] * (num_heads * HEAD_DIM) + p[None, :], outputs, mask=written
+        )
+        sent = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
+        state = tl.dot(tl.trans(Bs), sent, state * passing, input_precision="ieee")
+    if segment == num_segments - 1:
+        tl.store(final + (row * num_heads + head) * (HEAD_DIM * NUM_STATES) + element, state, mask=there)
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _states_kernel(
+    inner: tl.tensor, inner_row: tl.tensor, inner_time: tl.tensor, inner_group: tl.tensor,
+    outer: tl.tensor, outer_row: tl.tensor, outer_time: tl.tensor, outer_head: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, entering: tl.tensor, states: tl.tensor, leaving: tl.tensor, through: tl.tensor,
+    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
+    num_segments: tl.tensor, segment_chunks: tl.tensor,
+    BACKWARD: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
+    N: tl.constexpr,
+) -> None:  # fmt: skip
+    """States, from B (inner) and x (outer); or, from the last chunk to the first, their gradients, from C and dy.
+
+    Before each chunk the state is written to `states` (B, c, H, N, P). With `through` (B, s, H), every segment writes
+    what it leaves behind to `leaving` (B, s, H, P, N) and how much passes through it; without, the last one alone
+    does, to (B, H, P, N), where that is asked for.
+    """
+    plane = plane.to(tl.int64)
+    BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
+    p = tl.program_id(0) % BLOCKS * P + tl.arange(0, P)
+    head = tl.program_id(0) // BLOCKS % num_heads
+    walk = (tl.program_id(0) // BLOCKS // num_heads).to(tl.int64)
+    row, segment = walk // num_segments, walk % num_segments
+    q, n = tl.arange(0, Q), tl.arange(0, N)
+    inner += row * inner_row + (head // group_heads).to(tl.int64) * inner_group
+    outer += row * outer_row + head.to(tl.int64) * outer_head
+    times += (row * num_heads + head) * (num_chunks * Q)
+    element, there = _state(n, p, NUM_STATES, HEAD_DIM)
+    if entering is None:
+        state = tl.zeros([N, P], tl.float32)
+    else:
+        at = (walk * num_heads + head) * (HEAD_DIM * NUM_STATES)
+        state = tl.load(entering + at + element, mask=there, other=0.0)
+    begin = (segment * segment_chunks).to(tl.int32)
+    end = tl.minimum(begin + segment_chunks, num_chunks)
+    total = 1.0
+    for turn in range(end - begin):
+        chunk = end - 1 - turn if BACKWARD else begin + turn
+        first = chunk.to(tl.int64) * Q
+        left = (length - first).to(tl.int32)
+        time = times + first
+        passing = tl.load(time + FROM_START * plane + Q - 1)
+        if states is not None:
+            at = ((row * num_chunks + chunk) * num_heads + head) * (HEAD_DIM * NUM_STATES)
+            tl.store(states + at + n[:, None] * HEAD_DIM + p[None, :], state, mask=there)
+        keys = _tile(inner + first * inner_time, inner_time, q, left, n, NUM_STATES, N)
+        values = _tile(outer + first * outer_time, outer_time, q, left, p, HEAD_DIM, P)
+        if BACKWARD:
+            weight = tl.load(time + FROM_START * plane + q)
+        else:
+            weight = tl.load(time + STEP * plane + q) * tl.load(time + TO_END * plane + q)
+        total *= passing
+        sent = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
+        state = tl.dot(tl.trans(keys), sent, state * passing, input_precision="ieee")
+    if leaving is not None:
+        if through is not None:
+            tl.store(leaving + (walk * num_heads + head) * (HEAD_DIM * NUM_STATES) + element, state, mask=there)
+            tl.store(through + walk * num_heads + head, total)
+        elif segment == (0 if BACKWARD else num_segments - 1):
+            tl.store(leaving + (row * num_heads + head) * (HEAD_DIM * NUM_STATES) + element, state, mask=there)
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _carry_kernel(
+    states: tl.tensor, through: tl.tensor, entering: tl.tensor, num_segments: tl.tensor, num_heads: tl.tensor,
+    size: tl.tensor, BACKWARD: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """`states` (B, s, H, P, N), what each segment leaves behind alone, become what enters it."""
+    row, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
+    element = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    if entering is None:
+        state = tl.zeros([WIDTH], tl.float32)
+    else:
+        state = tl.load(entering + (row * num_heads + head) * size + element, mask=element < size, other=0.0)
+    for turn in range(num_segments):
+        segment = num_segments - 1 - turn if BACKWARD else turn
+        at = (row * num_segments + segment) * num_heads + head
+        left = tl.load(states + at * size + element, mask=element < size, other=0.0)
+        tl.store(states + at * size + element, state, mask=element < size)
+        state = state * tl.load(through + at) + left
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _products_kernel(
+    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
+    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor, products: tl.tensor,
+    length: tl.tensor, num_chunks: tl.tensor, num_groups: tl.tensor,
+    NUM_STATES: tl.constexpr, Q: tl.constexpr, N: tl.constexpr,
+) -> None:  # fmt: skip
+    """B_j C_i (B, c, G, Q, Q) of each chunk, with j along the rows."""
+    group, place = (tl.program_id(0) % num_groups).to(tl.int64), tl.program_id(0) // num_groups
+    row, first = (place // num_chunks).to(tl.int64), (place % num_chunks).to(tl.int64) * Q
+    left = (length - first).to(tl.int32)
+    q, n = tl.arange(0, Q), tl.arange(0, N)
+    Bs = _tile(B + row * B_row + group * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
+    Cs = _tile(C + row * C_row + group * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    out = products + tl.program_id(0).to(tl.int64) * (Q * Q) + q[:, None] * Q + q[None, :]
+    tl.store(out, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"))
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _chunk_kernel(
+    x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
+    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
+    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
+    dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor,
+    D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, firsts: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, products: tl.tensor, states: tl.tensor, dstates: tl.tensor,
+    dx: tl.tensor, dB: tl.tensor, dC: tl.tensor, dD: tl.tensor, sums: tl.tensor, passing: tl.tensor,
+    length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
+    num_parts: tl.tensor, part_heads: tl.tensor,
+    HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr, PRECISE: tl.constexpr,
+) -> None:  # fmt: skip
+    """One chunk and some heads of a group, one after the other, each in blocks of channels.
+
+    Writes dx; dB and dC (parts, B, L, G, N); dD (B, c, H, P), or (B, c, H, p) for one D a head; and, for
+    `_steps_kernel`, `sums` of each head and token, and `passing` (B, c, H, p), the product of the state that enters
+    with the gradient of the one that leaves. (Q, Q) tiles have the earlier token j along their rows, so that they are
+    multiplied from the left as they are; dB and dC are summed as (N, Q), which gives each of eight warps its own rows.
+    The order of the lines is that which needs the fewest registers.
+    """
+    plane = plane.to(tl.int64)
+    BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    group, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    first = chunk.to(tl.int64) * Q
+    left = (length - first).to(tl.int32)
+    q, n = tl.arange(0, Q), tl.arange(0, N)
+    Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
+    Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    together = q[:, None] <= q[None, :]  # (j, i)
+    if firsts is not None:
+        together &= q[:, None] >= tl.load(firsts + row * (num_chunks * Q) + first + q)[None, :]
+    at = ((row * num_chunks + chunk) * num_groups + group) * (Q * Q)
+    product = tl.load(products + at + q[:, None] * Q + q[None, :])
+    dproduct = tl.zeros([Q, Q], tl.float32)
+    dBs, dCs = tl.zeros([N, Q], tl.float32), tl.zeros([N, Q], tl.float32)
+    x += row * x_row + first * x_time
+    dy += row * dy_row + first * dy_time
+    dx += (row * length + first) * num_heads * HEAD_DIM
+    group_heads = num_heads // num_groups
+    begin = group * group_heads + part * part_heads
+    end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
+    for turn in range((end - begin) * BLOCKS):
+        head = (begin + turn // BLOCKS).to(tl.int64)
+        block = turn % BLOCKS
+        p = block * P + tl.arange(0, P)
+        time = times + (row * num_heads + head) * (num_chunks * Q) + first
+        values = _tile(x + head * x_head, x_time, q, left, p, HEAD_DIM, P)
+        dys = _tile(dy + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
+        place = (row * num_chunks + chunk) * num_heads + head
+        at = place * (HEAD_DIM * NUM_STATES)
+        state = _tile(states + at, HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
+        dstate = _tile(dstates + at, HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
+        step = tl.load(time + STEP * plane + q)
+        from_start = tl.load(time + FROM_START * plane + q)
+        to_end = tl.load(time + TO_END * plane + q)
+        wide, wide_dy = values.to(tl.float32), dys.to(tl.float32)
+        out = sums + ((block * batch + row) * num_heads + head) * (num_chunks * Q) + first + q
+
+        # With the states on either side.
+        met = tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+        tl.store(passing + place * BLOCKS + block, met)
+        told = (wide * (step * to_end)[:, None]).to(Bs.dtype)
+        dBs = tl.dot(dstate, tl.trans(told), dBs, input_precision="ieee")
+        heard = (wide_dy * from_start[:, None]).to(Bs.dtype)
+        dCs = tl.dot(state, tl.trans(heard), dCs, input_precision="ieee")
+        entered = tl.dot(Cs, state, input_precision="ieee")
+        tl.store(out + READ * BLOCKS * plane, tl.sum(entered * wide_dy, axis=1) * from_start)
+
+        # Inside the chunk.
+        decay = _decay(time, plane, q[None, :], q[:, None], together, PRECISE)
+        # The choice is always `product`; it is there to have it laid out in threads as dproduct is, once for all turns.
+        scores = tl.where(begin >= 0, product, dproduct) * decay
+        dscores = tl.dot(values, tl.trans(dys), input_precision="ieee")
+        if D is not None:
+            if D_PER_CHANNEL:
+                tl.store(dD + place * HEAD_DIM + p, tl.sum(wide * wide_dy, axis=0), mask=p < HEAD_DIM)
+            else:
+                tl.store(dD + place * BLOCKS + block, tl.sum(tl.where(q[:, None] == q[None, :], dscores, 0.0)))
+        dscores *= step[:, None]
+        dproduct += dscores * decay
+        between = dscores * scores
+        inner = tl.dot(scores.to(dys.dtype), dys, input_precision="ieee")
+        # dt A of token k decays all that goes from j < k to i >= k. Where fp32 counts, the sum over i, and then over
+        # j, is made as it stands; else as the sum over i >= k of what comes to i less what goes from it, which is
+        # cheap, but cancels: four digits are left.
+        if PRECISE:
+            not_before = (q[:, None] >= q[None, :]).to(tl.float32)  # (i, k)
+            reaching = tl.dot(between, not_before, input_precision="ieee")  # (j, k)
+            tl.store(out + WITHIN * BLOCKS * plane, tl.sum(tl.where(q[:, None] < q[None, :], reaching, 0.0), axis=0))
+        else:
+            tl.store(out + COME * BLOCKS * plane, tl.sum(between, axis=0))
+            tl.store(out + GONE * BLOCKS * plane, tl.sum(between, axis=1))
+
+        # To the state that leaves.
+        later = tl.dot(Bs, dstate, input_precision="ieee") * to_end[:, None]
+        sent = tl.sum(later * wide, axis=1)
+        tl.store(out + SENT * BLOCKS * plane, sent * step)
+        tl.store(out + DIRECT * BLOCKS * plane, tl.sum(inner * wide, axis=1) + sent)
+        dvalues = inner * step[:, None] + later * step[:, None]
+        if D is not None:
+            skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+            dvalues += skip[None, :] * wide_dy
+        written = _inside(q, left, p, HEAD_DIM, P)
+        tl.store(dx + head * HEAD_DIM + q[:, None] * (num_heads * HEAD_DIM) + p[None, :], dvalues, mask=written)
+    narrow = dproduct.to(Bs.dtype)
+    dBs = tl.dot(tl.trans(Cs), tl.trans(narrow), dBs, input_precision="ieee")
+    dCs = tl.dot(tl.trans(Bs), narrow, dCs, input_precision="ieee")
+    at = (((part * batch + row) * length + first) * num_groups + group) * NUM_STATES
+    element = q[None, :] * (num_groups * NUM_STATES) + n[:, None]
+    written = (q < left)[None, :] & (n < NUM_STATES)[:, None]
+    tl.store(dB + at + element, dBs, mask=written)
+    tl.store(dC + at + element, dCs, mask=written)
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _steps_kernel(
+    dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
+    times: tl.tensor, sums: tl.tensor, passing: tl.tensor, ddt: tl.tensor, dA: tl.tensor, ddt_bias: tl.tensor,
+    length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor,
+    dt_low: tl.tensor, dt_high: tl.tensor,
+    SOFTPLUS: tl.constexpr, BLOCKS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, PRECISE: tl.constexpr,
+) -> None:  # fmt: skip
+    """ddt (B, L, H), and what a chunk adds to dA and ddt_bias (B, c, H)."""
+    plane = plane.to(tl.int64)
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    first = chunk.to(tl.int64) * Q
+    q = tl.arange(0, Q)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    present = (head < num_heads)[None, :]
+    left = (length - first).to(tl.int32)
+    token = (row * num_heads + head[None, :]) * (num_chunks * Q) + first + q[:, None]  # (Q, heads)
+    sent_before, due = tl.zeros([Q, HEADS], tl.float32), tl.zeros([Q, HEADS], tl.float32)
+    within, direct = tl.zeros([Q, HEADS], tl.float32), tl.zeros([Q, HEADS], tl.float32)
+    met = tl.zeros([HEADS], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        part = sums + block * plane + token
+        sent_before += tl.load(part + SENT * BLOCKS * plane - 1, mask=present & (q > 0)[:, None], other=0.0)
+        due += tl.load(part + READ * BLOCKS * plane, mask=present, other=0.0)
+        if PRECISE:
+            within += tl.load(part + WITHIN * BLOCKS * plane, mask=present, other=0.0)
+        else:
+            due += tl.load(part + COME * BLOCKS * plane, mask=present, other=0.0)
+            due -= tl.load(part + GONE * BLOCKS * plane, mask=present, other=0.0)
+        direct += tl.load(part + DIRECT * BLOCKS * plane, mask=present, other=0.0)
+        at = ((row * num_chunks + chunk) * num_heads + head) * BLOCKS + block
+        met += tl.load(passing + at, mask=head < num_heads, other=0.0)
+    step = tl.load(times + STEP * plane + token, mask=present, other=0.0)
+    last = (row * num_heads + head) * (num_chunks * Q) + first + Q - 1
+    met *= tl.load(times + FROM_START * plane + last, mask=head < num_heads, other=0.0)
+    # dt A of token k decays what is read of the state that enters by i >= k, what j < k sends to the state that
+    # leaves, and what passes from the one to the other.
+    dproduct = within + tl.cumsum(due, axis=0, reverse=True) + tl.cumsum(sent_before, axis=0) + met[None, :]
+    rate = tl.load(A + head, mask=head < num_heads, other=0.0).to(tl.float32)
+    gradient = dproduct * rate[None, :] + direct
+    value = _biased_dt(dt + row * dt_row + first * dt_time, dt_time, dt_head, dt_bias, q, left, head, num_heads)
+    if SOFTPLUS:
+        gradient *= tl.sigmoid(value)
+        value = _softplus(value)
+    gradient = tl.where((value >= dt_low) & (value <= dt_high) & (q < left)[:, None], gradient, 0.0)
+    inside = (q < left)[:, None] & present
+    out = ddt + (row * length + first) * num_heads + q[:, None] * num_heads + head[None, :]
+    tl.store(out, gradient, mask=inside)
+    at = (row * num_chunks + chunk) * num_heads + head
+    tl.store(dA + at, tl.sum(dproduct * step, axis=0), mask=head < num_heads)
+    if ddt_bias is not None:
+        tl.store(ddt_bias + at, tl.sum(gradient, axis=0), mask=head < num_heads)
+
+
+def _parts(whole: int, part: int) -> int:
+    """How many parts of at most this size it takes."""
+    return -(-whole // part)
+
+
+def unfit(B: Tensor) -> str | None:
+    """Why the kernels do not serve these sizes; None where they do."""
+    if B.shape[3] > LARGEST_STATE:
+        return f"its kernel holds at most {LARGEST_STATE} states, and B has {B.shape[3]}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The sizes of a call and how it is cut."""
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    groups: int
+    num_states: int
+    tiles: Tiles
+    chunks: int
+    segments: int
+    segment_chunks: int
+
+    @classmethod
+    def of(cls, x: Tensor, B: Tensor) -> _Plan:
+        batch, length, heads, head_dim = x.shape
+        groups, num_states = B.shape[2:]
+        tiles = Tiles.of(x, num_states)
+        chunks = _parts(length, tiles.chunk)
+        walks = batch * heads * _parts(head_dim, tiles.channels)
+        wanted = _parts(ENOUGH_WALKS, walks) if walks < FEW_WALKS else 1
+        segment_chunks = max(SHORTEST_SEGMENT, _parts(chunks, wanted))
+        segments = _parts(chunks, segment_chunks)
+        return cls(batch, length, heads, head_dim, groups, num_states, tiles, chunks, segments, segment_chunks)
+
+    @property
+    def padded_length(self) -> int:
+        return self.chunks * self.tiles.chunk
+
+    @property
+    def plane(self) -> int:
+        """Elements of what is known of every head and token."""
+        return self.batch * self.heads * self.padded_length
+
+    @property
+    def blocks(self) -> int:
+        return _parts(self.head_dim, self.tiles.channels)
+
+    @property
+    def parts(self) -> int:
+        """To how many programs the heads of a group are dealt out."""
+        wanted = _parts(ENOUGH_CHUNKS, self.batch * self.chunks * self.groups)
+        share = self.heads // self.groups
+        return _parts(share, _parts(share, wanted))
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.head_dim, self.num_states
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Of what enters each segment; where there is one alone, it is the initial state, and nothing is kept."""
+        if self.segments == 1:
+            return (0,)
+        return self.batch, self.segments, self.heads, self.head_dim, self.num_states
+
+    @property
+    def walk_sizes(self) -> tuple[int, ...]:
+        share = self.heads // self.groups
+        return self.length, self.chunks, self.heads, share, self.segments, self.segment_chunks
+
+    def tile(self, channels: int) -> dict[str, int]:
+        N = max(16, triton.next_power_of_2(self.num_states))
+        return {"HEAD_DIM": self.head_dim, "NUM_STATES": self.num_states, "Q": self.tiles.chunk, "P": channels, "N": N}
+
+
+def kept_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
+    """Shape of what forward keeps for backward."""
+    return _Plan.of(x, B).kept_shape
+
+
+def forward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float], doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y (B, L, H, P) in x's dtype, final state (B, H, P, N) in fp32, what backward needs of the states in fp32)."""
+    plan = _Plan.of(x, B)
+    x, B, C = (_neighbours(t.to(x.dtype)) for t in (x, B, C))
+    entering = _whole(initial_state)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final_state = torch.empty(*plan.state_shape, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        times, firsts = _times(plan, dt, A, dt_bias, dt_softplus, dt_limit, doc_ids)
+        kept = torch.empty(plan.kept_shape, dtype=torch.float32, device=x.device)
+        if plan.segments > 1:
+            _enter_segments(plan, B, x, times, entering, kept, backward=False)
+            entering = kept
+        warps, stages = plan.tiles.forward
+        walks = plan.batch * plan.segments * plan.heads * _parts(plan.head_dim, plan.tiles.forward_channels)
+        _forward_kernel[(walks,)](
+            *_placed(x), *_placed(B), *_placed(C), *_per_channel(D), firsts,
+            times, plan.plane, entering, y, final_state, *plan.walk_sizes,
+            **plan.tile(plan.tiles.forward_channels), PRECISE=x.dtype == torch.float32,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return y, final_state, kept
+
+
+def backward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float], doc_ids: Tensor | None, initial_state: Tensor | None,
+    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), each in its dtype; None where that is absent."""
+    plan = _Plan.of(x, B)
+    given = x, dt, A, B, C, D, dt_bias, initial_state
+    device = x.device
+    x, B, C, dy = (_neighbours(t.to(x.dtype)) for t in (x, B, C, dy))
+
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    def like_states() -> Tensor:
+        return torch.empty(
+            plan.batch, plan.chunks, plan.heads, plan.num_states, plan.head_dim, dtype=x.dtype, device=device
+        )
+
+    states, dstates = like_states(), like_states()
+    products = fp32(plan.batch, plan.chunks, plan.groups, plan.tiles.chunk, plan.tiles.chunk)
+    dinitial = fp32(*plan.state_shape)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    ddt = torch.empty(dt.shape, dtype=dt.dtype, device=device)
+    # Several parts are rounded after they have been summed.
+    kinds = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
+    dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
+    per_channel = D is not None and D.dim() == 2
+    dD = None
+    if D is not None:
+        dD = fp32(plan.batch * plan.chunks, plan.heads, plan.head_dim if per_channel else plan.blocks)
+    sums = fp32(5, plan.blocks, plan.plane)
+    passing = fp32(plan.batch, plan.chunks, plan.heads, plan.blocks)
+    dA = fp32(plan.batch * plan.chunks, plan.heads)
+    ddt_bias = torch.empty_like(dA) if dt_bias is not None else None
+    with torch.cuda.device_of(x):
+        times, firsts = _times(plan, dt, A, dt_bias, dt_softplus, dt_limit, doc_ids)
+        entering = kept if plan.segments > 1 else _whole(initial_state)
+        _walk(plan, B, x, times, entering, states, None, None, backward=False)
+        dentering = _whole(dfinal_state)
+        if plan.segments > 1:
+            dsegments = fp32(*plan.kept_shape)
+            _enter_segments(plan, C, dy, times, dentering, dsegments, backward=True)
+            dentering = dsegments
+        _walk(plan, C, dy, times, dentering, dstates, dinitial, None, backward=True)
+        sizes = plan.tile(plan.tiles.channels)
+        _products_kernel[(plan.batch * plan.chunks * plan.groups,)](
+            *_placed(B), *_placed(C), products, plan.length, plan.chunks, plan.groups,
+            **{name: sizes[name] for name in ("NUM_STATES", "Q", "N")},
+        )  # fmt: skip
+        warps, stages = plan.tiles.chunks
+        _chunk_kernel[(plan.batch * plan.chunks, plan.groups * plan.parts)](
+            *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts,
+            times, plan.plane, products, states, dstates, dx, dB, dC, dD, sums, passing,
+            plan.length, plan.batch, plan.chunks, plan.heads, plan.groups,
+            plan.parts, _parts(plan.heads // plan.groups, plan.parts),
+            **sizes, D_PER_CHANNEL=per_channel, PRECISE=x.dtype == torch.float32,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        _steps_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
+            dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, passing, ddt, dA, ddt_bias,
+            plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
+            SOFTPLUS=dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
+            PRECISE=x.dtype == torch.float32,
+        )  # fmt: skip
+    if dD is not None:
+        dD = dD.sum(0) if per_channel else dD.sum((0, 2))
+    found = (
+        dx, ddt, dA.sum(0), dB[0] if plan.parts == 1 else dB.sum(0), dC[0] if plan.parts == 1 else dC.sum(0), dD,
+        ddt_bias.sum(0) if ddt_bias is not None else None, dinitial,
+    )  # fmt: skip
+    return tuple(
+        grad.to(argument.dtype) if grad is not None and argument is not None else None
+        for grad, argument in zip(found, given, strict=True)
+    )
+
+
+def _times(
+    plan: _Plan, dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
+    doc_ids: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What `_times_kernel` makes of dt, and where in its chunk each token's document begins (B, L')."""
+    times = torch.empty(5, plan.batch, plan.heads, plan.padded_length, dtype=torch.float32, device=dt.device)
+    firsts = None
+    if doc_ids is not None:
+        firsts = torch.empty(plan.batch, plan.padded_length, dtype=torch.int32, device=dt.device)
+    _times_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
+        dt, *dt.stride(), _whole(dt_bias), _whole(A), *_placed_documents(doc_ids), times, firsts,
+        plan.length, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
+        SOFTPLUS=dt_softplus, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
+    )  # fmt: skip
+    return times, firsts
+
+
+def _walk(
+    plan: _Plan, inner: Tensor, outer: Tensor, times: Tensor, entering: Tensor | None, states: Tensor | None,
+    leaving: Tensor | None, through: Tensor | None, *, backward: bool,
+) -> None:  # fmt: skip
+    """See `_states_kernel`."""
+    warps, stages = plan.tiles.states
+    _states_kernel[(plan.batch * plan.segments * plan.heads * plan.blocks,)](
+        *_placed(inner), *_placed(outer), times, plan.plane, entering, states, leaving, through, *plan.walk_sizes,
+        BACKWARD=backward, **plan.tile(plan.tiles.channels), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _enter_segments(
+    plan: _Plan, inner: Tensor, outer: Tensor, times: Tensor, entering: Tensor | None, states: Tensor, *, backward: bool
+) -> None:
+    """Fill `states` (B, s, H, P, N) with what enters each segment; backward, with the gradient of what leaves it."""
+    through = torch.empty(plan.kept_shape[:3], dtype=torch.float32, device=states.device)
+    _walk(plan, inner, outer, times, None, None, states, through, backward=backward)
+    size, width = plan.head_dim * plan.num_states, 1024
+    _carry_kernel[(plan.batch * plan.heads, _parts(size, width))](
+        states, through, entering, plan.segments, plan.heads, size, BACKWARD=backward, WIDTH=width
+    )
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    """In fp32 and without gaps."""
+    return tensor.to(torch.float32).contiguous() if tensor is not None else None
+
+
+def _neighbours(tensor: Tensor) -> Tensor:
+    """With the last dimension's elements side by side, and time steps not too far apart. Copies only when it must."""
+    near = tensor.stride(3) == 1 and tensor.stride(1) <= LARGEST_STRIDE
+    return tensor if near else tensor.contiguous()
+
+
+def _placed(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    """A tensor of four dimensions and how far apart its elements are along the first three."""
+    return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def _per_channel(D: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """D, and how far apart it is from head to head and from channel to channel."""
+    if D is None:
+        return None, 0, 0
+    return D, D.stride(0), D.stride(1) if D.dim() == 2 else 0
+
+
+def _placed_documents(doc_ids: Tensor | None) -> tuple[Tensor | None, int, int]:
+    return (doc_ids, doc_ids.stride(0), doc_ids.stride(1)) if doc_ids is not None else (None, 0, 0)
