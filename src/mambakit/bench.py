@@ -756,7 +756,7 @@ def measure_training(
     precision: str = "auto",
     documents: int | None = None,
     compiled: bool = False,
-    recompute: Literal["auto", "none", "light", "block"] = "auto",
+    recompute: Literal["auto", "none", "light", "mixer", "block"] = "auto",
     peers: bool = False,
     device: str = "auto",
 ) -> Iterator[Part]:

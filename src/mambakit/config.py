@@ -298,10 +298,10 @@ class TrainConfig(Settings):
         "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
     )
     compile: bool = Field(False, description="torch.compile the model")
-    recompute: Literal["auto", "none", "light", "block"] = Field(
+    recompute: Literal["auto", "none", "light", "mixer", "block"] = Field(
         "auto",
-        description="what backward computes once more rather than keep. light: norms and dt; block: all but the input "
-        "of each block, for a fifth more time. auto: light on a GPU, none on a CPU",
+        description="what backward computes once more rather than keep. light: norms and dt; mixer: all but the output "
+        "of in_proj; block: all but the input of each block. auto: light on a GPU, none on a CPU",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the first weights and dropout")
     eval_every: int = Field(1000, ge=0, description="steps between evaluations on the validation split; 0 for none")

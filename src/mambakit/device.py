@@ -40,7 +40,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def choose_recompute(name: Literal["auto", "none", "light", "block"], device: torch.device) -> Recompute:
+def choose_recompute(name: Literal["auto", "none", "light", "mixer", "block"], device: torch.device) -> Recompute:
     """What backward computes once more; auto takes what is cheap where memory is dear."""
     if name == "auto":
         return "light" if device.type == "cuda" else "none"

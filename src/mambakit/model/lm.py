@@ -20,8 +20,8 @@ from .recompute import Recipes
 from .state import LayerState, State
 
 EMBEDDING_STD = 0.02
-# What backward computes once more rather than keep: nothing, what is cheap, or all of a block.
-Recompute = Literal["none", "light", "block"]
+# What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output; all of a block.
+Recompute = Literal["none", "light", "mixer", "block"]
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,22 @@ class Block(nn.Module):
         recompute: Recompute = "none",
     ) -> tuple[Tensor, Tensor, LayerState]:
         if recompute == "block":
-            random = self.training and self.dropout > 0
-            arguments = (hidden, residual, doc_ids, state)
             whole: tuple[Tensor, Tensor, LayerState] = checkpoint(
-                self.forward, *arguments, use_reentrant=False, preserve_rng_state=random
+                self.forward, hidden, residual, doc_ids, state, use_reentrant=False
             )
             return whole
         normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
-        if recompute == "light" and not torch.compiler.is_compiling():  # which decides by itself what to keep
-            hidden, state = self._mix_with_recipes(normed, residual, doc_ids, state)
+        if recompute != "none" and not torch.compiler.is_compiling():  # which decides by itself what to keep
+            recipes = Recipes(keep_projections_alone=recompute == "mixer")
+            hidden, state = self._mix_with_recipes(recipes, normed, residual, doc_ids, state)
         else:
             hidden, state = self.mixer(normed, doc_ids, state)
         return F.dropout(hidden, self.dropout, self.training), residual, state
 
     def _mix_with_recipes(
-        self, normed: Tensor, residual: Tensor, doc_ids: Tensor | None, state: LayerState | None
+        self, recipes: Recipes, normed: Tensor, residual: Tensor, doc_ids: Tensor | None, state: LayerState | None
     ) -> tuple[Tensor, LayerState]:
-        recipes, weight = Recipes(), self.norm.weight
+        weight = self.norm.weight
         if residual.dtype == torch.float32:  # a narrower sum was rounded after the norm had seen it
             kept, dtype = residual.detach(), normed.dtype
             recipes.add(normed, lambda: ops.normalized(kept, weight, eps=self.eps, dtype=dtype))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..config import ModelConfig
@@ -58,8 +59,18 @@ class Mamba1(KeepsFp32):
         recipes: Recipes | None = None,
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
+        projected = self.in_proj(hidden)
+        if recipes is not None and recipes.keep_projections_alone:
+            mixed: tuple[Tensor, LayerState] = checkpoint(self._mix, projected, doc_ids, state, use_reentrant=False)
+            return mixed
+        return self._mix(projected, doc_ids, state, recipes)
+
+    def _mix(
+        self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """All after in_proj."""
         x, x_again, z, conv_state = ops.causal_conv1d_beside(
-            self.in_proj(hidden), self.conv1d.weight.squeeze(1), self.conv1d.bias,
+            projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
             doc_ids=doc_ids, initial_state=state.conv if state else None,
         )  # fmt: skip  # x, z (B, L, D)
         dt, B, C = self._select(x_again, recipes)

@@ -42,9 +42,11 @@ class Recipe:
 
 
 class Recipes:
-    """The recipes of one block's forward pass."""
+    """The recipes of one block's forward pass; and whether its mixer keeps in_proj's output alone, and makes again all
+    that follows from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_projections_alone: bool = False) -> None:
+        self.keep_projections_alone = keep_projections_alone
         self._known: dict[int, tuple[Tensor, Recipe]] = {}  # by where the tensor's memory begins
 
     def add(self, made: Tensor, make: Callable[[], Tensor]) -> None:
