@@ -1,1 +1,2 @@
+// Compiled and loaded once, to see whether NVRTC and the driver work here at all.
 extern "C" __global__ void probe() {}
