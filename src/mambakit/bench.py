@@ -28,10 +28,9 @@ from . import ops
 from .config import ConfigError, ModelConfig, OptimConfig
 from .device import DTYPES, autocast, choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from .files import UserError
-from .measure import StepClock, Timing, copy_rate, environment, process_seconds, release_memory, time_calls
+from .measure import Numbers, StepClock, Timing, copy_rate, environment, process_seconds, release_memory, time_calls
 from .model import MambaLM
 from .model.lm import Recompute
-from .training.loop import Numbers
 from .training.metrics import matmul_flops, peak_memory
 from .training.optim import make_optimizer
 

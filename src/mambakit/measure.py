@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from . import __version__
 
@@ -68,6 +69,22 @@ def time_once(function: Callable[[], object], device: torch.device) -> float:
     function()
     synchronize(device)
     return time.perf_counter() - started
+
+
+class Numbers:
+    """Scalars on their way from the device. A plain `float` would wait for all that a GPU was given since."""
+
+    def __init__(self, *values: Tensor) -> None:
+        device = values[0].device
+        self._values = torch.stack([value.to(values[0]) for value in values]).to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(device))
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(value) for value in self._values]
 
 
 class StepClock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,23 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory comes filled with NaN, so that an element nobody wrote shows."""
-
-    def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocated(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
-
-        return allocated
-
-    for home, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-        monkeypatch.setattr(home, name, filled(getattr(home, name)))
-    yield
-    monkeypatch.undo()
 
 
 def _on_device(tensor: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from mambakit.ops.gpu import selective_scan as scan_kernels
 
 from . import cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
     "conv": (ops.causal_conv1d, cases.conv),
@@ -37,18 +37,6 @@ def _on_gpu(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def _exact(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, so that an output that is not written shows."""
-    empty, new_empty = torch.empty, Tensor.new_empty
-
-    def poison(tensor: Tensor) -> Tensor:
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
 
 
 def _compare(op: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ Where there is no GPU they run in Triton's interpreter (conftest.py turns it on)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from mambakit.ops.gpu import ssd as kernels
 from . import cases, recurrences
 
 # numpy, which computes in the interpreter, warns of what a GPU passes over: e^x of what is masked afterwards.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")
@@ -42,23 +42,6 @@ def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New memory holds NaN, so that an element nobody wrote shows."""
-
-    def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocated(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
-
-        return allocated
-
-    for home, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-        monkeypatch.setattr(home, name, filled(getattr(home, name)))
-    yield
-    monkeypatch.undo()
 
 
 def _case(batch: int, length: int, *, without: str = "", per_channel: bool = False, **sizes: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..config import ModelConfig
@@ -60,13 +59,12 @@ class Mamba1(KeepsFp32):
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
         projected = self.in_proj(hidden)
-        if recipes is not None and recipes.keep_projections_alone:
-            mixed: tuple[Tensor, LayerState] = checkpoint(self._mix, projected, doc_ids, state, use_reentrant=False)
-            return mixed
-        return self._mix(projected, doc_ids, state, recipes)
+        if recipes is not None:
+            return recipes.run(self._mix, projected, doc_ids, state)
+        return self._mix(projected, doc_ids, state, None)
 
     def _mix(
-        self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None = None
+        self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
         x, x_again, z, conv_state = ops.causal_conv1d_beside(

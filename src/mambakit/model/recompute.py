@@ -13,6 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .state import LayerState
+
+Mixed = tuple[Tensor, LayerState]
+Mix = Callable[[Tensor, "Tensor | None", "LayerState | None", "Recipes | None"], Mixed]
 
 
 class Recipe:
@@ -51,6 +57,13 @@ class Recipes:
 
     def add(self, made: Tensor, make: Callable[[], Tensor]) -> None:
         self._known[made.untyped_storage().data_ptr()] = made, Recipe(made, make)
+
+    def run(self, mix: Mix, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None) -> Mixed:
+        """What a mixer does after in_proj, kept or not."""
+        if not self.keep_projections_alone:
+            return mix(projected, doc_ids, state, self)
+        mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False)
+        return mixed
 
     @contextlib.contextmanager
     def in_place_of_tensors(self) -> Iterator[None]:

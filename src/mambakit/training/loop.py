@@ -28,6 +28,7 @@ from ..device import autocast
 from ..evaluate import score
 from ..files import UserError, replace_json
 from ..generate import generate_text
+from ..measure import Numbers
 from ..model import MambaLM, Output, State
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte, peak_memory
@@ -50,22 +51,6 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
-
-
-class Numbers:
-    """Scalars on their way from the device. A plain `float` would wait for all that a GPU was given since."""
-
-    def __init__(self, *values: Tensor) -> None:
-        device = values[0].device
-        self._values = torch.stack([value.to(values[0]) for value in values]).to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(device))
-
-    def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [float(value) for value in self._values]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A warp walks along time for a few channels of a row. Where rows and channels make too few warps for the GPU, time is cut
 into chunks that run side by side: what each chunk leaves behind is computed first, carried from chunk to chunk, and
-then all chunks run once more with the state that enters them. Where blocks are more than the GPU holds at once, backward
-cuts rows too, and each block hands its state to the one that goes on: the relay.
+then all chunks run once more with the state that enters them. Where blocks are more than the GPU holds at once,
+backward cuts rows too, and each block hands its state to the one that goes on: the relay.
 """
 
 from __future__ import annotations
