@@ -57,58 +57,60 @@ def synchronize(device: torch.device) -> None:
 
 def time_once(function: Callable[[], object], device: torch.device) -> float:
     """Seconds that one call takes. On a CUDA GPU they are the device's own, between two events around the call."""
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-    synchronize(device)
-    started = time.perf_counter()
+    begin = Moment(device)
     function()
-    synchronize(device)
-    return time.perf_counter() - started
+    return Moment(device).seconds_since(begin)
+
+
+class Moment:
+    """When a device has done all it was given so far. On a CUDA GPU that may still be to come, and is told by its own
+    clock; others are waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            synchronize(device)
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self.wait()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class Numbers:
     """Scalars on their way from the device. A plain `float` would wait for all that a GPU was given since."""
 
     def __init__(self, *values: Tensor) -> None:
-        device = values[0].device
         self._values = torch.stack([value.to(values[0]) for value in values]).to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(device))
+        self.arrival = Moment(values[0].device)
 
     def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self.arrival.wait()
         return [float(value) for value in self._values]
 
 
 class StepClock:
-    """The time between ticks: the device's own on a CUDA GPU, which may be behind the host; the host's elsewhere."""
+    """The time between ticks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
+        self._ticks: list[Moment] = []
         self.tick()
 
     def tick(self) -> None:
-        if self._device.type == "cuda":
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
-        else:
-            synchronize(self._device)
-            self._times.append(time.perf_counter())
+        self._ticks.append(Moment(self._device))
 
     def seconds(self) -> list[float]:
         """Of each step between two ticks."""
-        synchronize(self._device)
-        between = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(self._events)]
-        return between or [end - begin for begin, end in itertools.pairwise(self._times)]
+        return [later.seconds_since(earlier) for earlier, later in itertools.pairwise(self._ticks)]
 
 
 def time_calls(

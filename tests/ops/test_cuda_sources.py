@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mambakit.ops import gpu
-from mambakit.ops.gpu import causal_conv1d, nvrtc, selective_scan
+from mambakit.ops.gpu import causal_conv1d, embedding, nvrtc, selective_scan
 
 ARCHITECTURES = [(7, 5), (8, 0), (9, 0), (12, 0)]
 every_architecture = pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -47,6 +47,13 @@ def test_the_scan_compiles(
     for part, blocks in (("FORWARD", {"MIN_BLOCKS": 3}), ("BACKWARD", {"MIN_BLOCKS": 2}), ("CHUNKED", {})):
         constants = _scan(num_states, keep, dtype, part, **blocks) | changes
         assert _is_machine_code(nvrtc.compile_kernels("selective_scan.cu", constants, capability))
+
+
+@every_architecture
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_embedding_compiles(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    constants = {"IO": nvrtc.IO[dtype], "THREADS": embedding.THREADS, "PIECE": embedding.PIECE}
+    assert _is_machine_code(nvrtc.compile_kernels("embedding.cu", constants, capability))
 
 
 @every_architecture

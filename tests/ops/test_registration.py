@@ -44,11 +44,12 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "norm": (registered.rms_norm.default, (x, weight, 1e-5, x.detach().clone().requires_grad_(), None, 4, False)),
         "norm-gated": (registered.rms_norm.default, (x, None, 1e-5, None, x.detach().clone().requires_grad_(), 8, True)),
+        "embedding": (registered.embedding.default, (targets, table)),
         "loss": (registered.linear_cross_entropy.default, (x, table, targets, torch.ones_like(targets, dtype=torch.bool), True, True)),
     }  # fmt: skip
 
 
-NAMES = ["conv", "conv-bare", "scan", "scan-bare", "ssd", "ssd-bare", "norm", "norm-gated", "loss"]
+NAMES = ["conv", "conv-bare", "scan", "scan-bare", "ssd", "ssd-bare", "norm", "norm-gated", "embedding", "loss"]
 
 
 @pytest.mark.parametrize("name", NAMES)

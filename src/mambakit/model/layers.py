@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
+
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4
 
 
@@ -43,6 +45,13 @@ class DtProjection(KeepsFp32, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding, whose gradient is the same bits every time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.embedding(input, self.weight)
 
 
 class NormWeight(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..config import ModelConfig
-from .layers import KeepsFp32, NormWeight, init_linear_
+from .layers import Embedding, KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .recompute import Recipes
@@ -93,7 +93,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.recompute: Recompute = "none"
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
+        self.embedding = Embedding(config.padded_vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm_f = NormWeight(config.d_model)
         self.reset_parameters()

@@ -8,6 +8,7 @@ and convolution restart from zero.
 from .causal_conv1d import causal_conv1d, causal_conv1d_beside, causal_conv1d_step
 from .cross_entropy import linear_cross_entropy
 from .dispatch import backend
+from .embedding import embedding
 from .norm import normalized, rms_norm
 from .selective_scan import selective_scan, selective_scan_step
 from .ssd import ssd, ssd_step
@@ -17,6 +18,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_beside",
     "causal_conv1d_step",
+    "embedding",
     "linear_cross_entropy",
     "normalized",
     "rms_norm",

@@ -19,6 +19,7 @@ BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 # What each operator's GPU kernel is written in; the others have none of their own.
 GPU_KERNELS = {
     "causal_conv1d": "cuda",
+    "embedding": "cuda",
     "selective_scan": "cuda",
     "rms_norm": "triton",
     "linear_cross_entropy": "triton",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..device import autocast
 from ..evaluate import score
 from ..files import UserError, replace_json
 from ..generate import generate_text
-from ..measure import Numbers
+from ..measure import Moment, Numbers
 from ..model import MambaLM, Output, State
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte, peak_memory
@@ -89,7 +88,7 @@ class Run:
     stopper: Stopper
     progress: Progress = dataclasses.field(default_factory=Progress)
     unrecorded: Step | None = None  # the last one, on a GPU: recorded when the next is under way
-    clock: float = 0.0  # when the last step was recorded, or the one after a break began
+    clock: Moment | None = None  # when the last recorded step was done, or the one after a break began
     carried: State | None = None  # (rows of a batch) with data.carry_state
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
     epoch_rows: int | None = None
@@ -127,7 +126,7 @@ def step(run: Run) -> None:
     """One optimizer step over a whole batch, in micro-batches."""
     config, progress = run.config, run.progress
     if run.unrecorded is None:
-        run.clock = time.perf_counter()
+        run.clock = Moment(run.device)
     batch = next(run.batches, None)
     if batch is None:
         save(run)
@@ -198,8 +197,8 @@ def record_last_step(run: Run) -> None:
     if step is None:
         return
     loss, norm = step.numbers.read()  # sync point
-    now = time.perf_counter()
-    seconds, run.clock = now - run.clock, now
+    assert run.clock is not None
+    seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
     flops = run.config.model.flops_per_token(training=True) * step.num_tokens
     record: dict[str, Any] = {
         "type": "train",
