@@ -5,8 +5,8 @@
 
 Prints the mean loss of every 20 steps of both, and how far they are apart. Training is chaotic: two runs drift apart
 whatever made them differ. As a yardstick, --nudges trains with the kernels that many times more, each time from weights
-that differ in their seventh digit. On a GPU a forward and backward pass, with the reference thousands of small kernels a
-layer, is captured once as a CUDA graph and replayed.
+that differ in their seventh digit. On a GPU a forward and backward pass is captured once as a CUDA graph and replayed:
+with the reference it is thousands of small kernels a layer.
 """
 
 from __future__ import annotations

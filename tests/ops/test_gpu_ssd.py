@@ -254,11 +254,6 @@ def test_narrow_inputs(states: int) -> None:
     _check(arguments, tolerance=5e-3)
 
 
-def test_too_many_states_are_refused() -> None:
-    assert kernels.unfit(torch.empty(1, 1, 1, 256)) is None
-    assert kernels.unfit(torch.empty(1, 1, 1, 257)) == "its kernel holds at most 256 states, and B has 257"
-
-
 gpu = pytest.mark.gpu
 GPU_SIZES = [
     (2, 500, {"heads": 4, "head_dim": 64, "groups": 1, "states": 128}),

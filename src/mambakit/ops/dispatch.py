@@ -22,6 +22,7 @@ GPU_KERNELS = {
     "embedding": "cuda",
     "selective_scan": "cuda",
     "rms_norm": "triton",
+    "ssd": "triton",
     "linear_cross_entropy": "triton",
 }
 

@@ -29,6 +29,9 @@ from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
+# A GPU kernel keeps a whole state in registers.
+LARGEST_STATE_ON_GPU = 256
+
 
 def ssd(
     x: Tensor,
@@ -58,7 +61,7 @@ def ssd(
     low, high = _check_limit("ssd", dt_limit)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
-    chosen = dispatch.choose("ssd", x, portable=True)
+    chosen = dispatch.choose("ssd", x, portable=True, unfit=_too_many_states(sizes["N"]))
     if chosen in ("reference", "torch"):
         return (ssd_reference if chosen == "reference" else ssd_chunked)(
             x, dt, A, B, C, D, dt_bias,
@@ -66,6 +69,12 @@ def ssd(
         )  # fmt: skip
     y, final_state, _ = _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
     return y, final_state
+
+
+def _too_many_states(states: int) -> str | None:
+    if states <= LARGEST_STATE_ON_GPU:
+        return None
+    return f"its kernel holds at most {LARGEST_STATE_ON_GPU} states, and B has {states}"
 
 
 def ssd_step(
@@ -254,6 +263,14 @@ def _ssd(
     return y.to(x.dtype), final_state, kept
 
 
+@_ssd.register_kernel("cuda")
+def _ssd_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from .gpu import ssd as kernels
+
+    *tensors, dt_softplus, dt_low, dt_high, _, doc_ids, initial_state = arguments
+    return kernels.forward(*tensors, dt_softplus, (dt_low, dt_high), doc_ids, initial_state)
+
+
 @_ssd.register_fake
 def _ssd_fake(
     x: Tensor,
@@ -269,11 +286,17 @@ def _ssd_fake(
     chunk_size: int | None,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from .cpu.ssd import kept_shape
-
     dtype = compute_dtype(x)
+    if x.device.type == "cuda":
+        from .gpu.ssd import kept_shape as shape_on_gpu
+
+        kept_shape = shape_on_gpu(x, B)
+    else:
+        from .cpu.ssd import kept_shape as shape_on_cpu
+
+        kept_shape = shape_on_cpu(x, B, chunk_size)
     final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
-    return x.new_empty(x.shape), final_state, x.new_empty(kept_shape(x, B, chunk_size), dtype=dtype)
+    return x.new_empty(x.shape), final_state, x.new_empty(kept_shape, dtype=dtype)
 
 
 @torch.library.custom_op("mambakit::ssd_backward", mutates_args=(), device_types="cpu")
@@ -316,6 +339,17 @@ def _ssd_backward(
         ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
     ddt_bias = ddt.sum((0, 1)) if dt_bias is not None else None
     return gradients([dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state], [x, dt, A, B, C, D, dt_bias, initial_state])
+
+
+@_ssd_backward.register_kernel("cuda")
+def _ssd_backward_cuda(*arguments: Any) -> list[Tensor]:
+    from .gpu import ssd as kernels
+
+    *tensors, dt_softplus, dt_low, dt_high, _, doc_ids, initial_state, kept, dy, dfinal_state = arguments
+    grads = kernels.backward(
+        *tensors, dt_softplus, (dt_low, dt_high), doc_ids, initial_state, kept, dy, dfinal_state
+    )  # fmt: skip
+    return gradients(grads, [*tensors, initial_state])
 
 
 @_ssd_backward.register_fake

@@ -32,7 +32,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_STATE = 256
 # A time stride beyond this could overflow 32 bits inside a tile; such a tensor is copied.
 LARGEST_STRIDE = 2**24
 # Fewer programs than FEW_WALKS that walk along time: it is cut into segments, to have ENOUGH_WALKS, each of so many
@@ -526,13 +525,6 @@ def _steps_kernel(
 def _parts(whole: int, part: int) -> int:
     """How many parts of at most this size it takes."""
     return -(-whole // part)
-
-
-def unfit(B: Tensor) -> str | None:
-    """Why the kernels do not serve these sizes; None where they do."""
-    if B.shape[3] > LARGEST_STATE:
-        return f"its kernel holds at most {LARGEST_STATE} states, and B has {B.shape[3]}"
-    return None
 
 
 @dataclass(frozen=True)
