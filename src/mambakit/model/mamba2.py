@@ -69,18 +69,21 @@ class Mamba2(KeepsFp32):
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
-        z, xBC, dt = projected.split(list(self.segments.values()), dim=-1)
-        xBC, conv_state = ops.causal_conv1d(
-            xBC, self.conv1d.weight.squeeze(1), self.conv1d.bias,
-            doc_ids=doc_ids, initial_state=state.conv if state else None,
+        config = self.config
+        z, xBC, _, dt, conv_state = ops.causal_conv1d_beside(
+            projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
+            first=self.segments["z"], doc_ids=doc_ids, initial_state=state.conv if state else None,
         )  # fmt: skip
-        x, B, C = self._heads(xBC)
-        y, ssm_state = ops.ssd(
-            x, dt, self._A(), B, C, self.D, self.dt_bias,
-            dt_limit=self.config.dt_limit, chunk_size=self.config.chunk_size,
-            doc_ids=doc_ids, initial_state=state.ssm if state else None,
+        y, ssm_state = ops.ssd_beside(
+            xBC, dt, self._A(), self.D, self.dt_bias,
+            head_dim=config.head_dim, num_groups=config.num_groups, dt_limit=config.dt_limit,
+            chunk_size=config.chunk_size, doc_ids=doc_ids, initial_state=state.ssm if state else None,
         )  # fmt: skip
-        return self._gated_out(y, z), LayerState(conv_state, ssm_state)
+        normed = self._gated_norm(y, z)
+        if recipes is not None:
+            y, z = y.detach(), z.detach()
+            recipes.add(normed, lambda: self._gated_norm(y, z))
+        return self.out_proj(normed), LayerState(conv_state, ssm_state)
 
     def step(self, hidden: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """One token: hidden (B, d_model)."""
@@ -90,7 +93,7 @@ class Mamba2(KeepsFp32):
         y, ssm_state = ops.ssd_step(
             x, state.ssm, dt, self._A(), B, C, self.D, self.dt_bias, dt_limit=self.config.dt_limit
         )
-        return self._gated_out(y, z), LayerState(conv_state, ssm_state)
+        return self.out_proj(self._gated_norm(y, z)), LayerState(conv_state, ssm_state)
 
     def _A(self) -> Tensor:
         return -torch.exp(self.A_log)
@@ -102,13 +105,11 @@ class Mamba2(KeepsFp32):
         heads = x.unflatten(-1, (self.config.num_heads, self.config.head_dim))
         return heads, B.unflatten(-1, (groups, states)), C.unflatten(-1, (groups, states))
 
-    def _gated_out(self, y: Tensor, z: Tensor) -> Tensor:
+    def _gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
+        """rms(y silu(z)), (…, H P)."""
         config = self.config
         group_size = config.d_inner // config.num_groups if config.gated_norm == "group" else config.d_inner
-        y = y.flatten(-2)  # (…, H P)
-        normed = ops.rms_norm(y, self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size)
-        out: Tensor = self.out_proj(normed)
-        return out
+        return ops.rms_norm(y.flatten(-2), self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size)
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""

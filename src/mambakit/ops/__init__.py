@@ -11,7 +11,7 @@ from .dispatch import backend
 from .embedding import embedding
 from .norm import normalized, rms_norm
 from .selective_scan import selective_scan, selective_scan_step
-from .ssd import ssd, ssd_step
+from .ssd import ssd, ssd_beside, ssd_step
 
 __all__ = [
     "backend",
@@ -25,5 +25,6 @@ __all__ = [
     "selective_scan",
     "selective_scan_step",
     "ssd",
+    "ssd_beside",
     "ssd_step",
 ]

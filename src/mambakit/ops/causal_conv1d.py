@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
+from .beside import whole_rows
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
 
@@ -40,85 +41,87 @@ def causal_conv1d(
 
 
 def causal_conv1d_beside(
-    xz: Tensor,
+    wide: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    first: int = 0,
     doc_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
     activation: str | None = "silu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`causal_conv1d` of the first D channels of xz (B, L, D + E), and the others: (y, y again, z, final state).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`causal_conv1d` of D channels of wide (B, L, E) from the `first` on, and the channels before and after them:
+    (before, y, y again, after, final state).
 
-    The same as splitting xz first, but for its backward pass on a GPU: it reads the gradients of two uses of y without
-    a sum between, and writes that of x beside z's without a copy. y and y again are one memory: leave both as they are.
+    The same as splitting `wide` first, but for its backward pass on a GPU: it reads the gradients of two uses of y
+    without a sum between, and puts the parts together without a copy: ops/beside.py. y and y again are one memory:
+    leave both as they are.
     """
     channels = weight.shape[0]
-    x, z = xz.split([channels, xz.shape[-1] - channels], dim=-1)
+    before, x, after = _split(wide, first, channels)
     silu = _check(x, weight, bias, doc_ids, initial_state, activation)
-    is_served = xz.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and dispatch.choose("causal_conv1d", xz, unfit=_unfit(xz, weight)) == "cuda":
-        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ConvBeside.apply(  # type: ignore[no-untyped-call]
-            xz, weight, bias, doc_ids, initial_state, silu
+    is_served = wide.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if is_served and dispatch.choose("causal_conv1d", wide, unfit=_unfit(wide, weight)) == "cuda":
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _ConvBeside.apply(  # type: ignore[no-untyped-call]
+            wide, first, weight, bias, doc_ids, initial_state, silu
         )
         return outputs
     y, final_state = causal_conv1d(x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation)
-    return y, y, z, final_state
+    return before, y, y, after, final_state
+
+
+def _split(wide: Tensor, first: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The channels before, from `first`, and after."""
+    before, x, after = wide.split([first, channels, wide.shape[-1] - first - channels], dim=-1)
+    return before, x, after
 
 
 class _ConvBeside(torch.autograd.Function):
-    """On a GPU: the gradient of the first channels is written into the memory that the others' gradient came in."""
+    """On a GPU: the gradient of the convolution's channels is written into the memory that the others' came in."""
 
     @staticmethod
     def forward(
-        ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None,
+        ctx: Any, wide: Tensor, first: int, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None,
         initial_state: Tensor | None, silu: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        channels = weight.shape[0]
-        y, final_state = _conv(xz[..., :channels], weight, bias, doc_ids, initial_state, silu)
-        ctx.silu = silu
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        before, x, after = _split(wide, first, weight.shape[0])
+        y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
+        ctx.first, ctx.silu = first, silu
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(xz, weight, bias, doc_ids, initial_state)
-        return y, y.detach(), xz[..., channels:], final_state
+        ctx.save_for_backward(wide, weight, bias, doc_ids, initial_state)
+        return before, y, y.detach(), after, final_state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, dy: Tensor | None, more_dy: Tensor | None, dz: Tensor | None, dfinal_state: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, dbefore: Tensor | None, dy: Tensor | None, more_dy: Tensor | None, dafter: Tensor | None,
+        dfinal_state: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         from .gpu import causal_conv1d as kernels
 
-        xz, weight, bias, doc_ids, initial_state = ctx.saved_tensors
+        wide, weight, bias, doc_ids, initial_state = ctx.saved_tensors
         channels = weight.shape[0]
-        x = xz[..., :channels]
-        dxz = _whole_rows(dz, xz, channels)
-        if dxz is None:
-            dxz = xz.new_empty(xz.shape)
-            if dz is None:
-                dxz[..., channels:].zero_()
-            else:
-                dxz[..., channels:].copy_(dz)
+        _, x, _ = _split(wide, ctx.first, channels)
+        dwide = whole_rows(dbefore, wide, 0)
+        if dwide is None:
+            dwide = whole_rows(dafter, wide, ctx.first + channels)
+        if dwide is None:
+            dwide = torch.empty_like(wide, memory_format=torch.contiguous_format)
+        before, dx, after = _split(dwide, ctx.first, channels)
+        for part, gradient in ((before, dbefore), (after, dafter)):
+            if gradient is None:
+                part.zero_()
+            elif gradient.data_ptr() != part.data_ptr():
+                part.copy_(gradient)
         if dy is None:
             dy, more_dy = more_dy if more_dy is not None else torch.zeros_like(x), None
         grads = kernels.backward(
-            x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state, more_dy=more_dy,
-            dx=dxz[..., :channels],
-        )  # fmt: skip
+            x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state, more_dy=more_dy, dx=dx
+        )
         _, dweight, dbias, dstate = only_given(
             gradients(grads, [x, weight, bias, initial_state]), [x, weight, bias, initial_state]
         )
-        return dxz, dweight, dbias, None, dstate, None
-
-
-def _whole_rows(dz: Tensor | None, xz: Tensor, channels: int) -> Tensor | None:
-    """The rows that dz is the later part of, where it lies in memory as z does in xz and nothing else lies there."""
-    if dz is None or not xz.is_contiguous() or dz.dtype != xz.dtype:
-        return None
-    if dz.stride() != xz.stride() or dz.storage_offset() != channels:
-        return None
-    if dz.untyped_storage().nbytes() != (xz.numel() + 1) * xz.element_size():  # gradient_beside's, and no one else's
-        return None
-    return dz.as_strided(xz.shape, xz.stride(), 0)
+        return dwide, None, dweight, dbias, None, dstate, None
 
 
 def _check(

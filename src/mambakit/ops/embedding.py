@@ -20,7 +20,8 @@ from . import dispatch
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """(..., D) in weight's dtype. Tokens outside the table are an error of the device."""
     if dispatch.choose("embedding", weight, portable=True) == "cuda":
-        return _embedding(tokens, weight)
+        y: Tensor = _embedding(tokens, weight)
+        return y
     return F.embedding(tokens, weight)
 
 
@@ -36,7 +37,8 @@ def _embedding_fake(tokens: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("mambakit::embedding_backward", mutates_args=(), device_types="cpu")
 def _embedding_backward(dy: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
-    return torch.ops.aten.embedding_dense_backward(dy, tokens, num_tokens, -1, False)
+    dweight: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, num_tokens, -1, False)
+    return dweight
 
 
 @_embedding_backward.register_kernel("cuda")

@@ -182,7 +182,12 @@ def _norm_backward_fake(
     group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     dx = total.new_empty(total.shape, dtype=x_dtype)
-    return [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
+    grads = [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
+    if gate is not None and gate.device.type == "cuda":
+        from .gpu.norm import gradient_of_gate
+
+        grads[3] = gradient_of_gate(gate)
+    return grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
+from .beside import gradient_beside
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
 
@@ -229,8 +230,6 @@ def _scan_backward_fake(
 ) -> list[Tensor]:
     grads = empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
     if z is not None and z.device.type == "cuda" and len({t.dtype for t in (x, dt, B, C, z)}) == 1:
-        from .gpu.selective_scan import gradient_beside
-
         grads[6] = gradient_beside(z)
     return grads
 

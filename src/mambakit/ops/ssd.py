@@ -52,29 +52,117 @@ def ssd(
 
     `chunk_size` steers speed and memory alone; None lets the kernel choose.
     """
+    _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
+    chosen = _choose(x, B)
+    if chosen in ("reference", "torch"):
+        return (ssd_reference if chosen == "reference" else ssd_chunked)(
+            x, dt, A, B, C, D, dt_bias,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
+        )  # fmt: skip
+    low, high = (float(limit) for limit in dt_limit)
+    y, final_state, _ = _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+    return y, final_state
+
+
+def ssd_beside(
+    xBC: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    head_dim: int,
+    num_groups: int,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    chunk_size: int | None = None,
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ssd` where x, B and C lie side by side in xBC (B, L, H P + 2 G N).
+
+    The same as splitting it first, but for its backward pass on a GPU, which writes the three gradients side by side
+    without a copy.
+    """
+    x, B, C = _parts(xBC, A.shape[0], head_dim, num_groups)
+    is_served = xBC.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if is_served and _choose(x, B) == "triton":
+        _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
+        outputs: tuple[Tensor, Tensor] = _SsdBeside.apply(  # type: ignore[no-untyped-call]
+            xBC, head_dim, num_groups, dt_limit, dt, A, D, dt_bias, doc_ids, initial_state
+        )
+        return outputs
+    return ssd(
+        x, dt, A, B, C, D, dt_bias,
+        dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
+    )  # fmt: skip
+
+
+def _parts(xBC: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x (B, L, H, P), B and C (B, L, G, N)."""
+    inner = heads * head_dim
+    rest = xBC.shape[-1] - inner
+    if rest < 2 * groups or rest % (2 * groups):
+        raise ValueError(
+            f"ssd_beside: xBC has {xBC.shape[-1]} channels; need {inner} of x, as {heads} heads of {head_dim}, and the "
+            f"same number for B and C in each of {groups} groups"
+        )
+    x, B, C = xBC.split([inner, rest // 2, rest // 2], dim=-1)
+    return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
+
+
+class _SsdBeside(torch.autograd.Function):
+    """On a GPU: the gradients of x, B and C are written as they lie in xBC."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, xBC: Tensor, head_dim: int, groups: int, dt_limit: tuple[float, float], dt: Tensor, A: Tensor,
+        D: Tensor | None, dt_bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        from .gpu import ssd as kernels
+
+        x, B, C = _parts(xBC, A.shape[0], head_dim, groups)
+        y, final_state, kept = kernels.forward(x, dt, A, B, C, D, dt_bias, True, dt_limit, doc_ids, initial_state)
+        ctx.sizes, ctx.dt_limit = (A.shape[0], head_dim, groups), dt_limit
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(xBC, dt, A, D, dt_bias, doc_ids, initial_state, kept)
+        return y, final_state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        from .gpu import ssd as kernels
+
+        xBC, dt, A, D, dt_bias, doc_ids, initial_state, kept = ctx.saved_tensors
+        x, B, C = _parts(xBC, *ctx.sizes)
+        dxBC = torch.empty_like(xBC, memory_format=torch.contiguous_format)
+        dy = dy if dy is not None else torch.zeros_like(x)
+        _, ddt, dA, _, _, dD, dbias, dinitial = kernels.backward(
+            x, dt, A, B, C, D, dt_bias, True, ctx.dt_limit, doc_ids, initial_state, kept, dy, dfinal_state,
+            into=_parts(dxBC, *ctx.sizes),
+        )  # fmt: skip
+        return dxBC, None, None, None, ddt, dA, dD, dbias, None, dinitial
+
+
+def _check(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    dt_limit: tuple[float, float], chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> None:  # fmt: skip
     sizes = Sizes("ssd")("x", x, "B L H P")("dt", dt, "B L H")("A", A, "H")("B", B, "B L G N")("C", C, "B L G N")
     sizes("D", D, "H P" if isinstance(D, Tensor) and D.dim() == 2 else "H")("dt_bias", dt_bias, "H")
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B H P N")
     sizes.at_least_one("B", "L", "H", "P", "G", "N")
     _check_heads("ssd", sizes)
     check_documents("ssd", doc_ids)
-    low, high = _check_limit("ssd", dt_limit)
+    _check_limit("ssd", dt_limit)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
-    chosen = dispatch.choose("ssd", x, portable=True, unfit=_too_many_states(sizes["N"]))
-    if chosen in ("reference", "torch"):
-        return (ssd_reference if chosen == "reference" else ssd_chunked)(
-            x, dt, A, B, C, D, dt_bias,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
-        )  # fmt: skip
-    y, final_state, _ = _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
-    return y, final_state
 
 
-def _too_many_states(states: int) -> str | None:
-    if states <= LARGEST_STATE_ON_GPU:
-        return None
-    return f"its kernel holds at most {LARGEST_STATE_ON_GPU} states, and B has {states}"
+def _choose(x: Tensor, B: Tensor) -> str:
+    states, unfit = B.shape[3], None
+    if states > LARGEST_STATE_ON_GPU:
+        unfit = f"its kernel holds at most {LARGEST_STATE_ON_GPU} states, and B has {states}"
+    return dispatch.choose("ssd", x, portable=True, unfit=unfit)
 
 
 def ssd_step(
@@ -109,11 +197,10 @@ def _check_heads(op: str, sizes: Sizes) -> None:
         raise ValueError(f"{op}: the {sizes['H']} heads of x cannot be shared by the {sizes['G']} groups of B")
 
 
-def _check_limit(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+def _check_limit(op: str, dt_limit: tuple[float, float]) -> None:
     low, high = dt_limit if len(dt_limit) == 2 else (math.nan, math.nan)
     if not low <= high:
         raise ValueError(f"{op}: dt_limit={dt_limit}; need (lowest, highest) with lowest <= highest")
-    return float(low), float(high)
 
 
 def limited_dt(
@@ -267,8 +354,13 @@ def _ssd(
 def _ssd_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .gpu import ssd as kernels
 
-    *tensors, dt_softplus, dt_low, dt_high, _, doc_ids, initial_state = arguments
-    return kernels.forward(*tensors, dt_softplus, (dt_low, dt_high), doc_ids, initial_state)
+    return kernels.forward(*_with_limits(arguments))
+
+
+def _with_limits(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """dt's limits as a pair; and a GPU's chunks are its own business."""
+    *tensors, dt_softplus, dt_low, dt_high, _ = arguments[:11]
+    return *tensors, dt_softplus, (dt_low, dt_high), *arguments[11:]
 
 
 @_ssd.register_fake
@@ -345,11 +437,8 @@ def _ssd_backward(
 def _ssd_backward_cuda(*arguments: Any) -> list[Tensor]:
     from .gpu import ssd as kernels
 
-    *tensors, dt_softplus, dt_low, dt_high, _, doc_ids, initial_state, kept, dy, dfinal_state = arguments
-    grads = kernels.backward(
-        *tensors, dt_softplus, (dt_low, dt_high), doc_ids, initial_state, kept, dy, dfinal_state
-    )  # fmt: skip
-    return gradients(grads, [*tensors, initial_state])
+    grads = kernels.backward(*_with_limits(arguments))
+    return gradients(grads, [*arguments[:7], arguments[12]])
 
 
 @_ssd_backward.register_fake

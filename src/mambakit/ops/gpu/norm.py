@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..beside import gradient_beside
+
 # What a program holds at least: small groups share a program, so that its threads all have work.
 TILE = 2048
 # Backward, about eight registers an element are alive: so many elements fill a multiprocessor's registers.
@@ -54,7 +56,8 @@ def _forward_kernel(
 def _backward_kernel(
     total: tl.tensor, total_stride: tl.tensor, weight: tl.tensor, gate: tl.tensor, gate_stride: tl.tensor,
     dy: tl.tensor, dy_stride: tl.tensor, dtotal: tl.tensor, dtotal_stride: tl.tensor, dx: tl.tensor,
-    dresidual: tl.tensor, dgate: tl.tensor, dweight: tl.tensor, rows: tl.tensor, eps: tl.tensor,
+    dresidual: tl.tensor, dgate: tl.tensor, dgate_stride: tl.tensor, dweight: tl.tensor,
+    rows: tl.tensor, eps: tl.tensor,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, GATE_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUPS: tl.constexpr = CHANNELS // GROUP
@@ -86,7 +89,7 @@ def _backward_kernel(
             before_gate = gradient * inner * scale
             if weight is not None:
                 before_gate *= weights
-            tl.store(dgate + row * CHANNELS + channel, before_gate * silu_slope, mask=inside)
+            tl.store(dgate + row * dgate_stride + channel, before_gate * silu_slope, mask=inside)
             gradient *= silu
         if weight is not None:
             weights_gradient += gradient * inner * scale
@@ -94,7 +97,7 @@ def _backward_kernel(
         mean = tl.sum(gradient * inner, axis=1, keep_dims=True) / GROUP
         gradient = scale * (gradient - inner * (scale * scale * mean))
         if gate is not None and not GATE_LAST:
-            tl.store(dgate + row * CHANNELS + channel, gradient * values * silu_slope, mask=inside)
+            tl.store(dgate + row * dgate_stride + channel, gradient * values * silu_slope, mask=inside)
             gradient *= silu
         if dtotal is not None:
             gradient += tl.load(dtotal + row * dtotal_stride + channel, mask=inside, other=0.0).to(tl.float32)
@@ -134,7 +137,7 @@ def backward(
     shape, device = total.shape, total.device
     dx = torch.empty(shape, dtype=x_dtype, device=device)
     dresidual = torch.empty(shape, dtype=total.dtype, device=device) if total.dtype != x_dtype else None
-    dgate = torch.empty(shape, dtype=gate.dtype, device=device) if gate is not None else None
+    dgate = gradient_of_gate(gate) if gate is not None else None
     channels, rows = shape[-1], total.numel() // shape[-1]
     tile_rows, columns, warps = _tile(group)
     num_groups = channels // group
@@ -145,12 +148,17 @@ def backward(
         with torch.cuda.device_of(total):
             _backward_kernel[(parts * num_groups,)](
                 *_rows(total), _side_by_side(weight), *_rows(gate), *_rows(dy), *_rows(dtotal),
-                dx, dresidual, dgate, dweight, rows, eps,
+                dx, dresidual, *_rows(dgate), dweight, rows, eps,
                 CHANNELS=channels, GROUP=group, GATE_LAST=gate_last, ROWS=tile_rows, COLUMNS=columns, num_warps=warps,
             )  # fmt: skip
     if weight is None or dweight is None:
         return dx, dresidual, None, dgate
     return dx, dresidual, dweight.sum(0).to(weight.dtype), dgate
+
+
+def gradient_of_gate(gate: Tensor) -> Tensor:
+    """Memory for it; where the gate is a part of wider rows, in such rows."""
+    return gradient_beside(gate) if gate.dim() == 3 else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
 def _tile(group: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..beside import gradient_beside
 from .nvrtc import IO, Kernels, kernels, pack, processors, rows
 
 NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; as NC and NS in the source
@@ -146,17 +147,6 @@ def _parameter(tensor: Tensor | None) -> Tensor | None:
         return None
     tensor = tensor.float().contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def gradient_beside(z: Tensor) -> Tensor:
-    """Memory for z's gradient. Where z is half of wider rows, so is its gradient, and those who made the rows may write
-    what belongs beside it into the same memory: they know it by one element more than the rows take."""
-    batch, length, channels = z.shape
-    width = z.stride(1)
-    first = z.storage_offset() % width if width else 0
-    if not channels < width <= 2 * channels or z.stride() != (length * width, width, 1) or first + channels > width:
-        return z.new_empty(z.shape)
-    return z.new_empty(batch * length * width + 1).as_strided(z.shape, z.stride(), first)
 
 
 def forward(

@@ -357,7 +357,9 @@ def _chunk_kernel(
     dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor,
     D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, firsts: tl.tensor,
     times: tl.tensor, plane: tl.tensor, products: tl.tensor, states: tl.tensor, dstates: tl.tensor,
-    dx: tl.tensor, dB: tl.tensor, dC: tl.tensor, dD: tl.tensor, sums: tl.tensor, passing: tl.tensor,
+    dx: tl.tensor, dx_row: tl.tensor, dx_time: tl.tensor, dx_head: tl.tensor,
+    dB: tl.tensor, dC: tl.tensor, dB_part: tl.tensor, dB_row: tl.tensor, dB_time: tl.tensor, dB_group: tl.tensor,
+    dD: tl.tensor, sums: tl.tensor, passing: tl.tensor,
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
     num_parts: tl.tensor, part_heads: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -390,7 +392,7 @@ def _chunk_kernel(
     dBs, dCs = tl.zeros([N, Q], tl.float32), tl.zeros([N, Q], tl.float32)
     x += row * x_row + first * x_time
     dy += row * dy_row + first * dy_time
-    dx += (row * length + first) * num_heads * HEAD_DIM
+    dx += row * dx_row + first * dx_time
     group_heads = num_heads // num_groups
     begin = group * group_heads + part * part_heads
     end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
@@ -456,12 +458,12 @@ def _chunk_kernel(
             skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
             dvalues += skip[None, :] * wide_dy
         written = _inside(q, left, p, HEAD_DIM, P)
-        tl.store(dx + head * HEAD_DIM + q[:, None] * (num_heads * HEAD_DIM) + p[None, :], dvalues, mask=written)
+        tl.store(dx + head * dx_head + q[:, None] * dx_time + p[None, :], dvalues, mask=written)
     narrow = dproduct.to(Bs.dtype)
     dBs = tl.dot(tl.trans(Cs), tl.trans(narrow), dBs, input_precision="ieee")
     dCs = tl.dot(tl.trans(Bs), narrow, dCs, input_precision="ieee")
-    at = (((part * batch + row) * length + first) * num_groups + group) * NUM_STATES
-    element = q[None, :] * (num_groups * NUM_STATES) + n[:, None]
+    at = part.to(tl.int64) * dB_part + row * dB_row + first * dB_time + group.to(tl.int64) * dB_group  # and of dC
+    element = q[None, :] * dB_time + n[:, None]
     written = (q < left)[None, :] & (n < NUM_STATES)[:, None]
     tl.store(dB + at + element, dBs, mask=written)
     tl.store(dC + at + element, dCs, mask=written)
@@ -630,9 +632,10 @@ def forward(
 def backward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     dt_softplus: bool, dt_limit: tuple[float, float], doc_ids: Tensor | None, initial_state: Tensor | None,
-    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
+    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), each in its dtype; None where that is absent."""
+    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), each in its dtype; None where that is absent. Those of
+    x, B and C, then of one dtype, are written `into` memory where that is given; dB and dC are laid out alike."""
     plan = _Plan.of(x, B)
     given = x, dt, A, B, C, D, dt_bias, initial_state
     device = x.device
@@ -649,11 +652,13 @@ def backward(
     states, dstates = like_states(), like_states()
     products = fp32(plan.batch, plan.chunks, plan.groups, plan.tiles.chunk, plan.tiles.chunk)
     dinitial = fp32(*plan.state_shape)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device) if into is None else into[0]
     ddt = torch.empty(dt.shape, dtype=dt.dtype, device=device)
-    # Several parts are rounded after they have been summed.
-    kinds = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
-    dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
+    if into is not None and plan.parts == 1:
+        dB, dC = into[1][None], into[2][None]
+    else:  # several parts are rounded after they have been summed
+        kinds = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
+        dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
     per_channel = D is not None and D.dim() == 2
     dD = None
     if D is not None:
@@ -680,7 +685,7 @@ def backward(
         warps, stages = plan.tiles.chunks
         _chunk_kernel[(plan.batch * plan.chunks, plan.groups * plan.parts)](
             *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts,
-            times, plan.plane, products, states, dstates, dx, dB, dC, dD, sums, passing,
+            times, plan.plane, products, states, dstates, *_placed(dx), dB, dC, *dB.stride()[:4], dD, sums, passing,
             plan.length, plan.batch, plan.chunks, plan.heads, plan.groups,
             plan.parts, _parts(plan.heads // plan.groups, plan.parts),
             **sizes, D_PER_CHANNEL=per_channel, PRECISE=x.dtype == torch.float32,
@@ -694,10 +699,10 @@ def backward(
         )  # fmt: skip
     if dD is not None:
         dD = dD.sum(0) if per_channel else dD.sum((0, 2))
-    found = (
-        dx, ddt, dA.sum(0), dB[0] if plan.parts == 1 else dB.sum(0), dC[0] if plan.parts == 1 else dC.sum(0), dD,
-        ddt_bias.sum(0) if ddt_bias is not None else None, dinitial,
-    )  # fmt: skip
+    dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
+    if into is not None and plan.parts > 1:
+        dB, dC = into[1].copy_(dB), into[2].copy_(dC)
+    found = dx, ddt, dA.sum(0), dB, dC, dD, ddt_bias.sum(0) if ddt_bias is not None else None, dinitial
     return tuple(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
         for grad, argument in zip(found, given, strict=True)
