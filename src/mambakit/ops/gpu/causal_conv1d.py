@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from .nvrtc import IO, Kernels, kernels, pack, processors, rows
+from .device import processors
+from .nvrtc import IO, Kernels, kernels, pack, rows
 
 WIDEST = 16  # taps
 THREADS = 128

@@ -8,17 +8,17 @@ Arithmetic is fp32. Row numbers are 64 bits wide before they are multiplied by a
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..beside import gradient_beside
+from .device import processors
 
 # What a program holds at least: small groups share a program, so that its threads all have work.
 TILE = 2048
+ELEMENTS_OF_A_THREAD = 32
 # Backward, about eight registers an element are alive: so many elements fill a multiprocessor's registers.
 ELEMENTS_AT_ONCE = 8192
 
@@ -141,7 +141,7 @@ def backward(
     channels, rows = shape[-1], total.numel() // shape[-1]
     tile_rows, columns, warps = _tile(group)
     num_groups = channels // group
-    at_once = _processors(device) * max(1, ELEMENTS_AT_ONCE // (tile_rows * columns))
+    at_once = processors(device) * max(1, ELEMENTS_AT_ONCE // (tile_rows * columns))
     parts = min(triton.cdiv(rows, tile_rows), triton.cdiv(at_once, num_groups))
     dweight = torch.empty(parts, channels, dtype=torch.float32, device=device) if weight is not None else None
     if parts > 0:
@@ -164,13 +164,8 @@ def gradient_of_gate(gate: Tensor) -> Tensor:
 def _tile(group: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of the tile for groups of this many channels."""
     columns = triton.next_power_of_2(group)
-    return max(1, TILE // columns), columns, 4 if columns <= TILE else 8
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """How many multiprocessors share the work; without a GPU, in Triton's interpreter, any number will do."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    rows = max(1, TILE // columns)
+    return rows, columns, max(1, min(16, rows * columns // ELEMENTS_OF_A_THREAD // 32))
 
 
 def _rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:

@@ -309,12 +309,6 @@ def kernels(file: str, **constants: int) -> Kernels:
     return Kernels(file, **constants)
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor (B, L, D) as kernels read it: channels side by side, steps near enough for an offset of 32 bits."""
     tensor = tensor.to(dtype)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..beside import gradient_beside
-from .nvrtc import IO, Kernels, kernels, pack, processors, rows
+from .device import processors
+from .nvrtc import IO, Kernels, kernels, pack, rows
 
 NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; as NC and NS in the source
 AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward

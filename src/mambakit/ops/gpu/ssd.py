@@ -2,8 +2,9 @@
 
 `_times_kernel` turns dt into what the others need of time, once for each token and head. With cum_i = sum of dt A from
 the chunk's beginning to i: dt, cum in units of log2(e) as `high` + `low` (the sum is made in fp64; `low` is read for
-fp32 inputs alone), from_start = exp(cum_i) and to_end = exp(cum_Q - cum_i), which are zero where a document begins
-between; and `firsts`, where in the chunk a token's document begins.
+fp32 inputs; others have `early` in its place, high - log2(dt)); from_start = exp(cum_i) and to_end =
+exp(cum_Q - cum_i), both zero where a document begins between; the weight dt to_end; and `firsts`, where in the chunk the
+document of a token begins.
 
 Forward, a program walks along time for one head and a block of its channels with the state, (N, P), in registers.
 Nothing is kept for backward but what enters the segments, see below.
@@ -32,23 +33,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import processors
+
 # A time stride beyond this could overflow 32 bits inside a tile; such a tensor is copied.
 LARGEST_STRIDE = 2**24
-# Fewer programs than FEW_WALKS that walk along time: it is cut into segments, to have ENOUGH_WALKS, each of so many
-# chunks at least.
-FEW_WALKS, ENOUGH_WALKS, SHORTEST_SEGMENT = 128, 512, 8
+# Programs of the forward kernel and of that for states that a processor holds at once.
+FORWARD_HELD, STATES_HELD = 2, 3
+# Time is cut into as many segments at most, each of so many chunks at least; to begin takes as long as so many turns.
+MOST_SEGMENTS, SHORTEST_SEGMENT, BEGINNING = 16, 8, 2
 # Programs of a chunk and a group, fewer than which the heads of a group are dealt out to several.
 ENOUGH_CHUNKS = 256
 HEADS_OF_A_TILE = 16  # in the kernels that only look at dt
 # What differs from batch to batch: a kernel is not compiled anew because one of them is 1, or divisible by 16.
 SIZES_OF_A_BATCH = ("length", "batch", "num_chunks", "num_segments", "segment_chunks", "num_parts", "part_heads")
 
-STEP, HIGH, LOW, FROM_START, TO_END = (tl.constexpr(i) for i in range(5))  # of `times` (5, B, H, L')
-# Of `sums` (5, p, B, H, L'), of which `_steps_kernel` makes the gradient of dt A: what a token SENT to the state that
-# leaves, and READ of the one that enters; inside the chunk, what has GONE from it and COME to it, or, added up already,
-# WITHIN. And DIRECT, the gradient of dt as a factor of x.
-SENT, READ, GONE, COME, DIRECT = (tl.constexpr(i) for i in range(5))
-WITHIN = GONE
+STEP, HIGH, LOW, FROM_START, TO_END, WEIGHT = (tl.constexpr(i) for i in range(6))  # of `times` (6, B, H, L')
+EARLY = LOW
+# Of `sums` (p, B, H, L', 4), of which `_steps_kernel` makes the gradients of dt A, dt and D: what a token SENT to the
+# state that leaves; what is DUE to it, read of the state that enters, less what has gone from it to others of its
+# chunk; DIRECT, the gradient of dt as a factor of x; and x dy, which SKIPPED all. What `came` to it from others of its
+# chunk is in (p, B, H, L'); in fp32, all that passed it by inside the chunk.
+SENT, DUE, DIRECT, SKIPPED = (tl.constexpr(i) for i in range(4))
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -68,15 +73,17 @@ class Tiles:
     forward: tuple[int, int]
     states: tuple[int, int]
     chunks: tuple[int, int]
+    precise: bool = False  # without tensor cores, and with sums that lose no digits of fp32
 
     @classmethod
     def of(cls, x: Tensor, num_states: int) -> Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
-        if x.dtype == torch.float32:  # without tensor cores, and with twice the bytes
-            return cls(32, 16, min(padded, 32), (4, 1), (4, 1), (8, 1))
+        if x.dtype == torch.float32:
+            return cls(32, 16, min(padded, 32), (4, 1), (4, 1), (8, 1), precise=True)
+        if num_states <= 128 and _has_wide_products(x.device):
+            return cls(64, min(padded, 32), min(padded, 64), (4, 3), (4, 3), (8, 2))
         # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
-        chunk = 64 if num_states <= 128 and _has_wide_products(x.device) else 32
-        return cls(chunk, min(padded, 64), min(padded, 64), (4, 2), (4, 3), (8, 2))
+        return cls(32, min(padded, 64), min(padded, 64), (4, 2), (4, 3), (8, 2))
 
 
 @triton.jit
@@ -106,7 +113,7 @@ def _times_kernel(
     dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
     doc_ids: tl.tensor, doc_row: tl.tensor, doc_time: tl.tensor, times: tl.tensor, firsts: tl.tensor, length: tl.tensor,
     num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor, dt_low: tl.tensor, dt_high: tl.tensor,
-    SOFTPLUS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, PRECISE: tl.constexpr,
 ) -> None:  # fmt: skip
     plane = plane.to(tl.int64)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
@@ -139,9 +146,14 @@ def _times_kernel(
     inside = (head < num_heads)[None, :]
     tl.store(out + STEP * plane, step, mask=inside)
     tl.store(out + HIGH * plane, high, mask=inside)
-    tl.store(out + LOW * plane, (cum - high.to(tl.float64)).to(tl.float32), mask=inside)
+    if PRECISE:
+        tl.store(out + LOW * plane, (cum - high.to(tl.float64)).to(tl.float32), mask=inside)
+    else:
+        tl.store(out + EARLY * plane, high - tl.log2(step), mask=inside)  # infinite for a step of zero
     tl.store(out + FROM_START * plane, from_start, mask=inside)
-    tl.store(out + TO_END * plane, tl.exp2(to_end), mask=inside)
+    to_end = tl.exp2(to_end)
+    tl.store(out + TO_END * plane, to_end, mask=inside)
+    tl.store(out + WEIGHT * plane, step * to_end, mask=inside)
 
 
 @triton.jit
@@ -217,16 +229,19 @@ def _forward_kernel(
         skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
     begin = segment * segment_chunks
     end = tl.minimum(begin + segment_chunks, num_chunks)
+    first = begin.to(tl.int64) * Q
+    upcoming = _tile(x + first * x_time, x_time, q, (length - first).to(tl.int32), p, HEAD_DIM, P)
     for turn in range(end - begin):
         first = (begin + turn).to(tl.int64) * Q
         left = (length - first).to(tl.int32)
         time = times + first
+        # The next x, while this one is computed: nothing else has it in a cache.
+        values = upcoming
+        upcoming = _tile(x + (first + Q) * x_time, x_time, q, left - Q, p, HEAD_DIM, P)
         # All that is read is asked for first: the products that follow do not wait for it one by one.
-        step = tl.load(time + STEP * plane + q)
         from_start = tl.load(time + FROM_START * plane + q)
         passing = tl.load(time + FROM_START * plane + Q - 1)
-        weight = step * tl.load(time + TO_END * plane + q)
-        values = _tile(x + first * x_time, x_time, q, left, p, HEAD_DIM, P)
+        weight = tl.load(time + WEIGHT * plane + q)
         Bs = _tile(B + first * B_time, B_time, q, left, n, NUM_STATES, N)
         Cs = _tile(C + first * C_time, C_time, q, left, n, NUM_STATES, N)
         token = first.to(tl.int32) + q  # not q alone: a mask that is the same in all turns would stay in registers
@@ -234,7 +249,12 @@ def _forward_kernel(
         if firsts is not None:
             together &= q[None, :] >= tl.load(firsts + row * (num_chunks * Q) + first + q)[:, None]
         scores = tl.dot(Cs, tl.trans(Bs), input_precision="ieee")  # (i, j)
-        scores *= _decay(time, plane, q[:, None], q[None, :], together, PRECISE) * step[None, :]
+        if PRECISE:
+            step = tl.load(time + STEP * plane + q)
+            scores *= _decay(time, plane, q[:, None], q[None, :], together, PRECISE) * step[None, :]
+        else:
+            exponent = tl.load(time + HIGH * plane + q)[:, None] - tl.load(time + EARLY * plane + q)[None, :]
+            scores *= tl.exp2(tl.where(together, exponent, -float("inf")))
         outputs = tl.dot(Cs, state.to(Cs.dtype), input_precision="ieee")
         outputs *= from_start[:, None]
         outputs = tl.dot(scores.to(values.dtype), values, outputs, input_precision="ieee")
@@ -299,7 +319,7 @@ def _states_kernel(
         if BACKWARD:
             weight = tl.load(time + FROM_START * plane + q)
         else:
-            weight = tl.load(time + STEP * plane + q) * tl.load(time + TO_END * plane + q)
+            weight = tl.load(time + WEIGHT * plane + q)
         total *= passing
         sent = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
         state = tl.dot(tl.trans(keys), sent, state * passing, input_precision="ieee")
@@ -349,6 +369,13 @@ def _products_kernel(
     tl.store(out, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"))
 
 
+@triton.jit
+def _add_four(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, e: tl.tensor, f: tl.tensor, g: tl.tensor, h: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    return a + e, b + f, c + g, d + h
+
+
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
 def _chunk_kernel(
     x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
@@ -359,7 +386,7 @@ def _chunk_kernel(
     times: tl.tensor, plane: tl.tensor, products: tl.tensor, states: tl.tensor, dstates: tl.tensor,
     dx: tl.tensor, dx_row: tl.tensor, dx_time: tl.tensor, dx_head: tl.tensor,
     dB: tl.tensor, dC: tl.tensor, dB_part: tl.tensor, dB_row: tl.tensor, dB_time: tl.tensor, dB_group: tl.tensor,
-    dD: tl.tensor, sums: tl.tensor, passing: tl.tensor,
+    dD: tl.tensor, sums: tl.tensor, came: tl.tensor, passing: tl.tensor,
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
     num_parts: tl.tensor, part_heads: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -367,9 +394,9 @@ def _chunk_kernel(
 ) -> None:  # fmt: skip
     """One chunk and some heads of a group, one after the other, each in blocks of channels.
 
-    Writes dx; dB and dC (parts, B, L, G, N); dD (B, c, H, P), or (B, c, H, p) for one D a head; and, for
-    `_steps_kernel`, `sums` of each head and token, and `passing` (B, c, H, p), the product of the state that enters
-    with the gradient of the one that leaves. (Q, Q) tiles have the earlier token j along their rows, so that they are
+    Writes dx; dB and dC (parts, B, L, G, N); dD (B, c, H, P) for a D of every channel; and, for `_steps_kernel`, `sums`
+    and `came` of each head and token, and `passing` (B, c, H, p), the product of the state that enters with the
+    gradient of the one that leaves. (Q, Q) tiles have the earlier token j along their rows, so that they are
     multiplied from the left as they are; dB and dC are summed as (N, Q), which gives each of eight warps its own rows.
     The order of the lines is that which needs the fewest registers.
     """
@@ -411,7 +438,7 @@ def _chunk_kernel(
         from_start = tl.load(time + FROM_START * plane + q)
         to_end = tl.load(time + TO_END * plane + q)
         wide, wide_dy = values.to(tl.float32), dys.to(tl.float32)
-        out = sums + ((block * batch + row) * num_heads + head) * (num_chunks * Q) + first + q
+        token = ((block * batch + row) * num_heads + head) * (num_chunks * Q) + first + q
 
         # With the states on either side.
         met = tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
@@ -420,19 +447,14 @@ def _chunk_kernel(
         dBs = tl.dot(dstate, tl.trans(told), dBs, input_precision="ieee")
         heard = (wide_dy * from_start[:, None]).to(Bs.dtype)
         dCs = tl.dot(state, tl.trans(heard), dCs, input_precision="ieee")
-        entered = tl.dot(Cs, state, input_precision="ieee")
-        tl.store(out + READ * BLOCKS * plane, tl.sum(entered * wide_dy, axis=1) * from_start)
 
         # Inside the chunk.
         decay = _decay(time, plane, q[None, :], q[:, None], together, PRECISE)
         # The choice is always `product`; it is there to have it laid out in threads as dproduct is, once for all turns.
         scores = tl.where(begin >= 0, product, dproduct) * decay
         dscores = tl.dot(values, tl.trans(dys), input_precision="ieee")
-        if D is not None:
-            if D_PER_CHANNEL:
-                tl.store(dD + place * HEAD_DIM + p, tl.sum(wide * wide_dy, axis=0), mask=p < HEAD_DIM)
-            else:
-                tl.store(dD + place * BLOCKS + block, tl.sum(tl.where(q[:, None] == q[None, :], dscores, 0.0)))
+        if D_PER_CHANNEL:
+            tl.store(dD + place * HEAD_DIM + p, tl.sum(wide * wide_dy, axis=0), mask=p < HEAD_DIM)
         dscores *= step[:, None]
         dproduct += dscores * decay
         between = dscores * scores
@@ -440,19 +462,26 @@ def _chunk_kernel(
         # dt A of token k decays all that goes from j < k to i >= k. Where fp32 counts, the sum over i, and then over
         # j, is made as it stands; else as the sum over i >= k of what comes to i less what goes from it, which is
         # cheap, but cancels: four digits are left.
+        entered = tl.dot(Cs, state, input_precision="ieee")
+        due = entered * wide_dy * from_start[:, None]  # (Q, P), to be summed over P
         if PRECISE:
             not_before = (q[:, None] >= q[None, :]).to(tl.float32)  # (i, k)
             reaching = tl.dot(between, not_before, input_precision="ieee")  # (j, k)
-            tl.store(out + WITHIN * BLOCKS * plane, tl.sum(tl.where(q[:, None] < q[None, :], reaching, 0.0), axis=0))
+            tl.store(came + token, tl.sum(tl.where(q[:, None] < q[None, :], reaching, 0.0), axis=0))
         else:
-            tl.store(out + COME * BLOCKS * plane, tl.sum(between, axis=0))
-            tl.store(out + GONE * BLOCKS * plane, tl.sum(between, axis=1))
+            tl.store(came + token, tl.sum(between, axis=0))
+            if P == Q:
+                due -= between
 
-        # To the state that leaves.
+        # To the state that leaves; and the sums of each token, all at once.
         later = tl.dot(Bs, dstate, input_precision="ieee") * to_end[:, None]
-        sent = tl.sum(later * wide, axis=1)
-        tl.store(out + SENT * BLOCKS * plane, sent * step)
-        tl.store(out + DIRECT * BLOCKS * plane, tl.sum(inner * wide, axis=1) + sent)
+        due, sent, direct, skipped = tl.reduce((due, later * wide, inner * wide, wide * wide_dy), 1, _add_four)
+        if not PRECISE and P != Q:
+            due -= tl.sum(between, axis=1)
+        four = tl.join(tl.join(sent * step, direct + sent), tl.join(due, skipped))  # (Q, 2, 2), the last of two first
+        tl.store(
+            sums + token[:, None, None] * 4 + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :], four
+        )
         dvalues = inner * step[:, None] + later * step[:, None]
         if D is not None:
             skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
@@ -472,12 +501,13 @@ def _chunk_kernel(
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
 def _steps_kernel(
     dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
-    times: tl.tensor, sums: tl.tensor, passing: tl.tensor, ddt: tl.tensor, dA: tl.tensor, ddt_bias: tl.tensor,
+    times: tl.tensor, sums: tl.tensor, came: tl.tensor, passing: tl.tensor,
+    ddt: tl.tensor, dA: tl.tensor, dD: tl.tensor, ddt_bias: tl.tensor,
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor,
     dt_low: tl.tensor, dt_high: tl.tensor,
     SOFTPLUS: tl.constexpr, BLOCKS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, PRECISE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """ddt (B, L, H), and what a chunk adds to dA and ddt_bias (B, c, H)."""
+    """ddt (B, L, H), and what a chunk adds to dA, ddt_bias and the gradient of one D a head (B, c, H)."""
     plane = plane.to(tl.int64)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
@@ -489,17 +519,19 @@ def _steps_kernel(
     token = (row * num_heads + head[None, :]) * (num_chunks * Q) + first + q[:, None]  # (Q, heads)
     sent_before, due = tl.zeros([Q, HEADS], tl.float32), tl.zeros([Q, HEADS], tl.float32)
     within, direct = tl.zeros([Q, HEADS], tl.float32), tl.zeros([Q, HEADS], tl.float32)
-    met = tl.zeros([HEADS], tl.float32)
+    met, skipped = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS], tl.float32)
     for block in tl.static_range(BLOCKS):
-        part = sums + block * plane + token
-        sent_before += tl.load(part + SENT * BLOCKS * plane - 1, mask=present & (q > 0)[:, None], other=0.0)
-        due += tl.load(part + READ * BLOCKS * plane, mask=present, other=0.0)
+        part = sums + (block * plane + token) * 4
+        sent_before += tl.load(part + SENT - 4, mask=present & (q > 0)[:, None], other=0.0)
+        due += tl.load(part + DUE, mask=present, other=0.0)
+        direct += tl.load(part + DIRECT, mask=present, other=0.0)
+        if dD is not None:
+            skipped += tl.sum(tl.load(part + SKIPPED, mask=present, other=0.0), axis=0)
+        passed = tl.load(came + block * plane + token, mask=present, other=0.0)
         if PRECISE:
-            within += tl.load(part + WITHIN * BLOCKS * plane, mask=present, other=0.0)
+            within += passed
         else:
-            due += tl.load(part + COME * BLOCKS * plane, mask=present, other=0.0)
-            due -= tl.load(part + GONE * BLOCKS * plane, mask=present, other=0.0)
-        direct += tl.load(part + DIRECT * BLOCKS * plane, mask=present, other=0.0)
+            due += passed
         at = ((row * num_chunks + chunk) * num_heads + head) * BLOCKS + block
         met += tl.load(passing + at, mask=head < num_heads, other=0.0)
     step = tl.load(times + STEP * plane + token, mask=present, other=0.0)
@@ -520,6 +552,8 @@ def _steps_kernel(
     tl.store(out, gradient, mask=inside)
     at = (row * num_chunks + chunk) * num_heads + head
     tl.store(dA + at, tl.sum(dproduct * step, axis=0), mask=head < num_heads)
+    if dD is not None:
+        tl.store(dD + at, skipped, mask=head < num_heads)
     if ddt_bias is not None:
         tl.store(ddt_bias + at, tl.sum(gradient, axis=0), mask=head < num_heads)
 
@@ -527,6 +561,20 @@ def _steps_kernel(
 def _parts(whole: int, part: int) -> int:
     """How many parts of at most this size it takes."""
     return -(-whole // part)
+
+
+@functools.cache
+def _best_cut(chunks: int, forward_walks: int, walks: int, processors: int) -> int:
+    """Into how many segments time is cut so that forward takes the fewest turns: whole rounds of programs, each as long
+    as a segment. More than one segment costs a walk for states before."""
+
+    def turns(segments: int) -> int:
+        rounds = _parts(segments * forward_walks, FORWARD_HELD * processors)
+        if segments > 1:
+            rounds += _parts(segments * walks, STATES_HELD * processors)
+        return rounds * (BEGINNING + _parts(chunks, segments))
+
+    return min(range(1, max(1, min(MOST_SEGMENTS, chunks // SHORTEST_SEGMENT)) + 1), key=turns)
 
 
 @dataclass(frozen=True)
@@ -550,9 +598,8 @@ class _Plan:
         groups, num_states = B.shape[2:]
         tiles = Tiles.of(x, num_states)
         chunks = _parts(length, tiles.chunk)
-        walks = batch * heads * _parts(head_dim, tiles.channels)
-        wanted = _parts(ENOUGH_WALKS, walks) if walks < FEW_WALKS else 1
-        segment_chunks = max(SHORTEST_SEGMENT, _parts(chunks, wanted))
+        walks = [batch * heads * _parts(head_dim, channels) for channels in (tiles.forward_channels, tiles.channels)]
+        segment_chunks = _parts(chunks, _best_cut(chunks, *walks, processors(x.device)))
         segments = _parts(chunks, segment_chunks)
         return cls(batch, length, heads, head_dim, groups, num_states, tiles, chunks, segments, segment_chunks)
 
@@ -623,7 +670,7 @@ def forward(
         _forward_kernel[(walks,)](
             *_placed(x), *_placed(B), *_placed(C), *_per_channel(D), firsts,
             times, plan.plane, entering, y, final_state, *plan.walk_sizes,
-            **plan.tile(plan.tiles.forward_channels), PRECISE=x.dtype == torch.float32,
+            **plan.tile(plan.tiles.forward_channels), PRECISE=plan.tiles.precise,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y, final_state, kept
@@ -660,10 +707,8 @@ def backward(
         kinds = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
         dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
     per_channel = D is not None and D.dim() == 2
-    dD = None
-    if D is not None:
-        dD = fp32(plan.batch * plan.chunks, plan.heads, plan.head_dim if per_channel else plan.blocks)
-    sums = fp32(5, plan.blocks, plan.plane)
+    dD = fp32(plan.batch * plan.chunks, plan.heads, *(plan.head_dim,) * per_channel) if D is not None else None
+    sums, came = fp32(plan.blocks, plan.plane, 4), fp32(plan.blocks, plan.plane)
     passing = fp32(plan.batch, plan.chunks, plan.heads, plan.blocks)
     dA = fp32(plan.batch * plan.chunks, plan.heads)
     ddt_bias = torch.empty_like(dA) if dt_bias is not None else None
@@ -685,24 +730,26 @@ def backward(
         warps, stages = plan.tiles.chunks
         _chunk_kernel[(plan.batch * plan.chunks, plan.groups * plan.parts)](
             *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts,
-            times, plan.plane, products, states, dstates, *_placed(dx), dB, dC, *dB.stride()[:4], dD, sums, passing,
+            times, plan.plane, products, states, dstates, *_placed(dx), dB, dC, *dB.stride()[:4],
+            dD, sums, came, passing,
             plan.length, plan.batch, plan.chunks, plan.heads, plan.groups,
             plan.parts, _parts(plan.heads // plan.groups, plan.parts),
-            **sizes, D_PER_CHANNEL=per_channel, PRECISE=x.dtype == torch.float32,
+            **sizes, D_PER_CHANNEL=per_channel, PRECISE=plan.tiles.precise,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         _steps_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
-            dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, passing, ddt, dA, ddt_bias,
+            dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, came, passing,
+            ddt, dA, None if per_channel else dD, ddt_bias,
             plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
             SOFTPLUS=dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
-            PRECISE=x.dtype == torch.float32,
+            PRECISE=plan.tiles.precise,
         )  # fmt: skip
-    if dD is not None:
-        dD = dD.sum(0) if per_channel else dD.sum((0, 2))
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
     if into is not None and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
-    found = dx, ddt, dA.sum(0), dB, dC, dD, ddt_bias.sum(0) if ddt_bias is not None else None, dinitial
+    summed = (parts.sum(0) if parts is not None else None for parts in (dA, dD, ddt_bias))
+    dA_sum, dD_sum, ddt_bias_sum = summed
+    found = dx, ddt, dA_sum, dB, dC, dD_sum, ddt_bias_sum, dinitial
     return tuple(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
         for grad, argument in zip(found, given, strict=True)
@@ -714,14 +761,14 @@ def _times(
     doc_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What `_times_kernel` makes of dt, and where in its chunk each token's document begins (B, L')."""
-    times = torch.empty(5, plan.batch, plan.heads, plan.padded_length, dtype=torch.float32, device=dt.device)
+    times = torch.empty(6, plan.batch, plan.heads, plan.padded_length, dtype=torch.float32, device=dt.device)
     firsts = None
     if doc_ids is not None:
         firsts = torch.empty(plan.batch, plan.padded_length, dtype=torch.int32, device=dt.device)
     _times_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
         dt, *dt.stride(), _whole(dt_bias), _whole(A), *_placed_documents(doc_ids), times, firsts,
         plan.length, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
-        SOFTPLUS=dt_softplus, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
+        SOFTPLUS=dt_softplus, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE, PRECISE=plan.tiles.precise,
     )  # fmt: skip
     return times, firsts
 
