@@ -233,7 +233,7 @@ def test_time_cut_into_segments_and_heads_dealt_out(packed: bool, monkeypatch: p
     if packed:
         arguments["doc_ids"] = ids_of([1, 70, 25, 44])[None]
     for segments, enough in ((1, 1), (3, 10**6), (5, 30)):
-        monkeypatch.setattr(kernels, "_best_cut", lambda *_, chosen=segments: chosen)
+        monkeypatch.setattr(kernels, "_best_cut", lambda *_, chosen=segments: (chosen, 16))
         monkeypatch.setattr(kernels, "ENOUGH_CHUNKS", enough)
         kept = kernels.kept_shape(arguments["x"], arguments["B"])
         assert kept == ((0,) if segments == 1 else (1, segments, *arguments["x"].shape[2:], arguments["B"].shape[3]))
@@ -241,9 +241,11 @@ def test_time_cut_into_segments_and_heads_dealt_out(packed: bool, monkeypatch: p
 
 
 def test_time_is_cut_where_rows_and_heads_are_few() -> None:
-    assert kernels._best_cut(32, 768, 384, 132) == 1
-    assert kernels._best_cut(32, 16, 8, 132) == 4  # the shortest segments
-    assert kernels._best_cut(512, 160, 80, 132) == 8  # 4.8 and 1.6 rounds
+    """(segments, channels of forward) of what was measured: (B16 H24), (B32 H24), (B4 H80), (B1 H80 of 512 chunks)."""
+    sizes = [(32, 16 * 24), (32, 32 * 24), (32, 4 * 80), (512, 80), (32, 8)]
+    best = [kernels._best_cut(chunks, heads, 64, 64, (32, 64), 132) for chunks, heads in sizes]
+    assert best[:3] == [(1, 32), (1, 64), (1, 32)]
+    assert best[3][0] > 4 and best[4][0] == 4  # as short as they may be
 
 
 def test_the_same_bits_again() -> None:
@@ -266,6 +268,7 @@ GPU_SIZES = [
     (1, 300, {"heads": 6, "head_dim": 128, "groups": 2, "states": 64}),
     (2, 257, {"heads": 2, "head_dim": 32, "groups": 2, "states": 16}),
     (1, 200, {"heads": 3, "head_dim": 48, "groups": 1, "states": 40}),
+    (2, 70, {"heads": 8, "head_dim": 20, "groups": 1, "states": 33}),
     (2, 200, {"heads": 2, "head_dim": 64, "groups": 1, "states": 256}),
     (1, 5000, {"heads": 2, "head_dim": 64, "groups": 1, "states": 128}),
     (8, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),

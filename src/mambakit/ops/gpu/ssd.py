@@ -3,8 +3,8 @@
 `_times_kernel` turns dt into what the others need of time, once for each token and head. With cum_i = sum of dt A from
 the chunk's beginning to i: dt, cum in units of log2(e) as `high` + `low` (the sum is made in fp64; `low` is read for
 fp32 inputs; others have `early` in its place, high - log2(dt)); from_start = exp(cum_i) and to_end =
-exp(cum_Q - cum_i), both zero where a document begins between; the weight dt to_end; and `firsts`, where in the chunk the
-document of a token begins.
+exp(cum_Q - cum_i), both zero where a document begins between; the weight dt to_end; and `firsts`, where in the chunk
+the document of a token begins.
 
 Forward, a program walks along time for one head and a block of its channels with the state, (N, P), in registers.
 Nothing is kept for backward but what enters the segments, see below.
@@ -25,6 +25,7 @@ of two. Addresses are 64 bits wide; inside a tile 32 bits do.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -37,13 +38,15 @@ from .device import processors
 
 # A time stride beyond this could overflow 32 bits inside a tile; such a tensor is copied.
 LARGEST_STRIDE = 2**24
-# Programs of the forward kernel and of that for states that a processor holds at once.
-FORWARD_HELD, STATES_HELD = 2, 3
+# How many programs a processor holds at once, and how long one turn of them takes, in any unit: of walks that write
+# states, and of the forward kernel's by its channels. As measured on an H200.
+STATES_HELD, STATES_TURN = 3, 1.25
+FORWARD_HELD, FORWARD_TURN = 2, {32: 1.0, 64: 1.8}
 # Time is cut into as many segments at most, each of so many chunks at least; to begin takes as long as so many turns.
 MOST_SEGMENTS, SHORTEST_SEGMENT, BEGINNING = 16, 8, 2
 # Programs of a chunk and a group, fewer than which the heads of a group are dealt out to several.
 ENOUGH_CHUNKS = 256
-HEADS_OF_A_TILE = 16  # in the kernels that only look at dt
+HEADS_OF_A_TILE = 8  # in the kernels that only look at dt
 # What differs from batch to batch: a kernel is not compiled anew because one of them is 1, or divisible by 16.
 SIZES_OF_A_BATCH = ("length", "batch", "num_chunks", "num_segments", "segment_chunks", "num_parts", "part_heads")
 
@@ -65,25 +68,38 @@ def _has_wide_products(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens of a chunk, channels of a block; and warps and pipeline stages of the three large kernels."""
+    """Tokens of a chunk and channels of a block; warps and pipeline stages of the two kernels of backward, and those of
+    forward for each number of channels that it may have. Triton 3.6 makes wrong code of others, so they are few, and
+    tests/ops/test_gpu_ssd.py has all of them."""
 
     chunk: int
-    forward_channels: int
     channels: int
-    forward: tuple[int, int]
     states: tuple[int, int]
     chunks: tuple[int, int]
+    forward: dict[int, tuple[int, int]]
     precise: bool = False  # without tensor cores, and with sums that lose no digits of fp32
 
     @classmethod
     def of(cls, x: Tensor, num_states: int) -> Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
-            return cls(32, 16, min(padded, 32), (4, 1), (4, 1), (8, 1), precise=True)
-        if num_states <= 128 and _has_wide_products(x.device):
-            return cls(64, min(padded, 32), min(padded, 64), (4, 3), (4, 3), (8, 2))
-        # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
-        return cls(32, min(padded, 64), min(padded, 64), (4, 2), (4, 3), (8, 2))
+            return cls(32, min(padded, 32), (4, 1), (8, 1), {16: (4, 1)}, precise=True)
+        channels = min(padded, 64)
+        if num_states > 128 or not _has_wide_products(x.device):
+            # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
+            return cls(32, channels, (4, 3), (8, 2), {64: (4, 2)})
+        return cls(64, channels, (4, 3), (8, 2), {32: (4, 3), 64: (4, 2)})
+
+    def forward_for(self, channels: int, *tensors: Tensor) -> tuple[int, tuple[int, int]]:
+        """Channels of forward, warps and stages: as wished, but 32 are right only where B and C are read in words."""
+        if channels == 32 and not all(_is_aligned(tensor) for tensor in tensors):
+            channels = 64
+        return channels, self.forward[channels]
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether the compiler is told that all rows begin at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:3])
 
 
 @triton.jit
@@ -564,17 +580,23 @@ def _parts(whole: int, part: int) -> int:
 
 
 @functools.cache
-def _best_cut(chunks: int, forward_walks: int, walks: int, processors: int) -> int:
-    """Into how many segments time is cut so that forward takes the fewest turns: whole rounds of programs, each as long
-    as a segment. More than one segment costs a walk for states before."""
+def _best_cut(
+    chunks: int, heads: int, head_dim: int, channels: int, forward: tuple[int, ...], processors: int
+) -> tuple[int, int]:
+    """(segments, channels of forward): what makes forward shortest. Programs run in whole rounds, each as long as a
+    segment is; more than one segment costs a walk for states before. `heads` are those of all rows."""
 
-    def turns(segments: int) -> int:
-        rounds = _parts(segments * forward_walks, FORWARD_HELD * processors)
+    def turns(cut: tuple[int, int]) -> float:
+        segments, forward_channels = cut
+        walks = segments * heads * _parts(head_dim, forward_channels)
+        rounds = _parts(walks, FORWARD_HELD * processors) * FORWARD_TURN.get(forward_channels, 1.0)
         if segments > 1:
-            rounds += _parts(segments * walks, STATES_HELD * processors)
+            walks = segments * heads * _parts(head_dim, channels)
+            rounds += _parts(walks, STATES_HELD * processors) * STATES_TURN
         return rounds * (BEGINNING + _parts(chunks, segments))
 
-    return min(range(1, max(1, min(MOST_SEGMENTS, chunks // SHORTEST_SEGMENT)) + 1), key=turns)
+    most = max(1, min(MOST_SEGMENTS, chunks // SHORTEST_SEGMENT))
+    return min(itertools.product(range(1, most + 1), forward), key=turns)
 
 
 @dataclass(frozen=True)
@@ -591,6 +613,7 @@ class _Plan:
     chunks: int
     segments: int
     segment_chunks: int
+    forward_channels: int
 
     @classmethod
     def of(cls, x: Tensor, B: Tensor) -> _Plan:
@@ -598,10 +621,13 @@ class _Plan:
         groups, num_states = B.shape[2:]
         tiles = Tiles.of(x, num_states)
         chunks = _parts(length, tiles.chunk)
-        walks = [batch * heads * _parts(head_dim, channels) for channels in (tiles.forward_channels, tiles.channels)]
-        segment_chunks = _parts(chunks, _best_cut(chunks, *walks, processors(x.device)))
+        wanted, forward_channels = _best_cut(
+            chunks, batch * heads, head_dim, tiles.channels, tuple(tiles.forward), processors(x.device)
+        )
+        segment_chunks = _parts(chunks, wanted)
         segments = _parts(chunks, segment_chunks)
-        return cls(batch, length, heads, head_dim, groups, num_states, tiles, chunks, segments, segment_chunks)
+        sizes = batch, length, heads, head_dim, groups, num_states
+        return cls(*sizes, tiles, chunks, segments, segment_chunks, forward_channels)
 
     @property
     def padded_length(self) -> int:
@@ -665,12 +691,12 @@ def forward(
         if plan.segments > 1:
             _enter_segments(plan, B, x, times, entering, kept, backward=False)
             entering = kept
-        warps, stages = plan.tiles.forward
-        walks = plan.batch * plan.segments * plan.heads * _parts(plan.head_dim, plan.tiles.forward_channels)
+        channels, (warps, stages) = plan.tiles.forward_for(plan.forward_channels, x, B, C)
+        walks = plan.batch * plan.segments * plan.heads * _parts(plan.head_dim, channels)
         _forward_kernel[(walks,)](
             *_placed(x), *_placed(B), *_placed(C), *_per_channel(D), firsts,
             times, plan.plane, entering, y, final_state, *plan.walk_sizes,
-            **plan.tile(plan.tiles.forward_channels), PRECISE=plan.tiles.precise,
+            **plan.tile(channels), PRECISE=plan.tiles.precise,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y, final_state, kept
