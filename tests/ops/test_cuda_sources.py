@@ -10,6 +10,7 @@ import torch
 
 from mambakit.ops import gpu
 from mambakit.ops.gpu import causal_conv1d, embedding, nvrtc, selective_scan
+from mambakit.ops.gpu.device import ROOMY
 
 ARCHITECTURES = [(7, 5), (8, 0), (9, 0), (12, 0)]
 every_architecture = pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -43,7 +44,7 @@ SCANS: list[tuple[tuple[int, int], int, torch.dtype, dict[str, int]]] = [
 def test_the_scan_compiles(
     capability: tuple[int, int], num_states: int, dtype: torch.dtype, changes: dict[str, int]
 ) -> None:
-    keep = 32 if capability in selective_scan.ROOMY else 16
+    keep = 32 if capability in ROOMY else 16
     for part, blocks in (("FORWARD", {"MIN_BLOCKS": 3}), ("BACKWARD", {"MIN_BLOCKS": 2}), ("CHUNKED", {})):
         constants = _scan(num_states, keep, dtype, part, **blocks) | changes
         assert _is_machine_code(nvrtc.compile_kernels("selective_scan.cu", constants, capability))

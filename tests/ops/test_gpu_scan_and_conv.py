@@ -119,7 +119,7 @@ def test_every_way_to_spread_the_scan_over_the_gpu_agrees(way: str, monkeypatch:
         monkeypatch.setattr(scan_kernels, "SHORTEST_CHUNK", 64)
         monkeypatch.setattr(scan_kernels, "processors", lambda _: 0)
     elif way == "little-room":  # as on a GPU whose blocks have 64 KB
-        monkeypatch.setattr(scan_kernels, "ROOMY", set())
+        monkeypatch.setattr(scan_kernels, "is_roomy", lambda _: False)
     scan_kernels.layout.cache_clear()
     for documents in (random_documents(3, 300), None):
         arguments = cases.scan(3, 300, channels=300, states=16)

@@ -29,8 +29,9 @@ from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
-# A GPU kernel keeps a whole state in registers.
-LARGEST_STATE_ON_GPU = 256
+# Backward on a GPU has states and their gradients in shared memory: the most there is room for where there is much of
+# it, and the most there is room for everywhere.
+LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
 
 
 def ssd(
@@ -160,8 +161,12 @@ def _check(
 
 def _choose(x: Tensor, B: Tensor) -> str:
     states, unfit = B.shape[3], None
-    if states > LARGEST_STATE_ON_GPU:
-        unfit = f"its kernel holds at most {LARGEST_STATE_ON_GPU} states, and B has {states}"
+    if x.device.type == "cuda" and states > LARGEST_STATE_ON_EVERY_GPU:
+        from .gpu.device import is_roomy
+
+        most = LARGEST_STATE_ON_GPU if is_roomy(x.device) else LARGEST_STATE_ON_EVERY_GPU
+        if states > most:
+            unfit = f"its kernel holds at most {most} states on this GPU, and B has {states}"
     return dispatch.choose("ssd", x, portable=True, unfit=unfit)
 
 

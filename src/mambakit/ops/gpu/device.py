@@ -6,6 +6,13 @@ import functools
 
 import torch
 
+# GPUs that lend a block 160 KB of shared memory and more, by compute capability; others lend 64 or 99.
+ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
+
+
+def is_roomy(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) in ROOMY
+
 
 @functools.cache
 def processors(device: torch.device) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..beside import gradient_beside
-from .device import processors
+from .device import is_roomy, processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
 NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; as NC and NS in the source
@@ -28,8 +28,6 @@ FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a processor should hold at once
 FORWARD_FILLED, BACKWARD_FILLED = 0.4, 0.75
 CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256  # chunks: how often they fill all processors, and the fewest steps of one
 RELAYS = 8  # parts of a row that are handed from block to block where blocks do not fill the last round
-# GPUs that lend a block 160 KB of shared memory and more, by compute capability; others lend 64 or 99.
-ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 
 
 def unfit(A: Tensor) -> str | None:
@@ -72,8 +70,7 @@ class Layout:
 @functools.cache
 def layout(num_states: int, device: torch.device) -> Layout:
     """What fits in the shared memory of this GPU."""
-    is_roomy = torch.cuda.get_device_capability(device) in ROOMY
-    keep, room = (32, 160 * 1024) if is_roomy else (16, 64 * 1024)
+    keep, room = (32, 160 * 1024) if is_roomy(device) else (16, 64 * 1024)
     warps = 4
     while Layout(num_states, keep, warps).backward_shared > room:
         warps //= 2
