@@ -14,7 +14,7 @@ import torch
 from helpers import assert_close, ids_of, random_documents
 from torch import Tensor
 
-from mambakit.ops.ssd import ssd_chunked, ssd_reference
+from mambakit.ops.ssd import ssd_chunked, ssd_reference, ssd_step
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
@@ -262,6 +262,39 @@ def test_narrow_inputs(states: int) -> None:
     _check(arguments, tolerance=5e-3)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": 4, "head_dim": 64, "groups": 2, "states": 128},
+        {"heads": 3, "head_dim": 5, "groups": 1, "states": 33},
+        {"heads": 2, "head_dim": 1, "groups": 2, "states": 1},
+        {"heads": 1, "head_dim": 130, "groups": 1, "states": 300},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("without", ["", "D dt_bias"])
+def test_one_token(sizes: dict[str, int], without: str) -> None:
+    """Read where it lies, in the dtypes a model decodes with."""
+    arguments = _narrowed(_case(3, 2, without=without, per_channel=sizes["heads"] == 3, **sizes), torch.float16)
+    dt_limit = (0.0, 0.7) if without else (0.05, math.inf)
+    given = {name: value.to(DEVICE) if value is not None else None for name, value in arguments.items()}
+    token = {name: given[name][:, 1] for name in PER_TOKEN}
+    rest = given["A"], token["B"], token["C"], given["D"], given["dt_bias"]
+    y, state = kernels.step(token["x"], given["initial_state"], token["dt"], *rest, True, dt_limit)
+    wide = [value.double().cpu() if value is not None else None for value in rest]
+    values = (token[name].double().cpu() for name in ("x", "dt"))
+    exact_y, exact_state = (t.double() for t in _step_exactly(*values, given["initial_state"].cpu(), wide, dt_limit))
+    assert y.dtype == torch.float16 and state.dtype == torch.float32
+    assert_close(y, exact_y, 1e-3)
+    assert_close(state, exact_state, 1e-5)
+
+
+def _step_exactly(
+    x: Tensor, dt: Tensor, state: Tensor, rest: list[Tensor | None], dt_limit: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    return ssd_step(x, state.double(), dt, *rest, dt_limit=dt_limit)  # type: ignore[arg-type]
+
+
 gpu = pytest.mark.gpu
 GPU_SIZES = [
     (2, 500, {"heads": 4, "head_dim": 64, "groups": 1, "states": 128}),
@@ -330,3 +363,21 @@ def test_on_a_gpu_beyond_two_billion_elements() -> None:
     assert_close(final_state[few], final_few, 2e-2, "final state")
     for index in (0, 1, 3, 4):
         assert_close(grads[index][few], grads_few[index], 2e-2, NAMES[index])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_steps_on_a_gpu_are_those_of_whole_rows(dtype: torch.dtype) -> None:
+    arguments = _narrowed(_case(2, 40, heads=4, head_dim=64, groups=2, states=128), dtype)
+    given = {name: arguments[name].cuda() for name in NAMES}
+    state, rest = given["initial_state"], (given["D"], given["dt_bias"])
+    outputs = []
+    with torch.no_grad():
+        for t in range(40):
+            x, dt, B, C = (given[name][:, t] for name in PER_TOKEN)
+            y, state = ssd_step(x, state, dt, given["A"], B, C, *rest)
+            outputs.append(y)
+    doubled = {name: value.double() for name, value in given.items()}
+    exact, exact_state = ssd_reference(**doubled)
+    assert_close(torch.stack(outputs, 1), exact, 1e-5 if dtype == torch.float32 else 5e-3)
+    assert_close(state, exact_state, 1e-5)

@@ -189,6 +189,13 @@ def ssd_step(
     sizes("D", D, "H P" if isinstance(D, Tensor) and D.dim() == 2 else "H").at_least_one("B", "H", "P", "G", "N")
     _check_heads("ssd_step", sizes)
     _check_limit("ssd_step", dt_limit)
+    if x.device.type == "cuda" and not torch.compiler.is_compiling():
+        given = [tensor for tensor in (x, state, dt, A, B, C, D, dt_bias) if tensor is not None]
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if not learns and dispatch.choose("ssd", x, portable=True) == "triton":
+            from .gpu import ssd as kernels
+
+            return kernels.step(x, state, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
     dtype = compute_dtype(x)
     steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
     y, state = _advance(x.to(dtype), steps, A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype))

@@ -46,6 +46,7 @@ FORWARD_HELD, FORWARD_TURN = 2, {32: 1.0, 64: 1.8}
 MOST_SEGMENTS, SHORTEST_SEGMENT, BEGINNING = 16, 8, 2
 # Programs of a chunk and a group, fewer than which the heads of a group are dealt out to several.
 ENOUGH_CHUNKS = 256
+ELEMENTS_OF_A_STEP = 2048  # of the state, for a program that does one token
 HEADS_OF_A_TILE = 8  # in the kernels that only look at dt
 # What differs from batch to batch: a kernel is not compiled anew because one of them is 1, or divisible by 16.
 SIZES_OF_A_BATCH = ("length", "batch", "num_chunks", "num_segments", "segment_chunks", "num_parts", "part_heads")
@@ -574,6 +575,39 @@ def _steps_kernel(
         tl.store(ddt_bias + at, tl.sum(gradient, axis=0), mask=head < num_heads)
 
 
+@triton.jit
+def _step_kernel(
+    x: tl.tensor, x_row: tl.tensor, x_head: tl.tensor, dt: tl.tensor, dt_row: tl.tensor, dt_head: tl.tensor,
+    A: tl.tensor, dt_bias: tl.tensor, B: tl.tensor, B_row: tl.tensor, B_group: tl.tensor,
+    C: tl.tensor, C_row: tl.tensor, C_group: tl.tensor, D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor,
+    state: tl.tensor, y: tl.tensor, out: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
+    dt_low: tl.tensor, dt_high: tl.tensor,
+    SOFTPLUS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+) -> None:  # fmt: skip
+    """One token of one head, a block of its channels: the state (B, H, P, N) is read and written once."""
+    row, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
+    p, n = tl.program_id(1) * P + tl.arange(0, P), tl.arange(0, N)
+    group = head // group_heads
+    step = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
+    if dt_bias is not None:
+        step += tl.load(dt_bias + head)
+    if SOFTPLUS:
+        step = _softplus(step)
+    step = tl.minimum(tl.maximum(step, dt_low), dt_high)
+    values = tl.load(x + row * x_row + head * x_head + p, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+    Bs = tl.load(B + row * B_row + group * B_group + n, mask=n < NUM_STATES, other=0.0).to(tl.float32)
+    Cs = tl.load(C + row * C_row + group * C_group + n, mask=n < NUM_STATES, other=0.0).to(tl.float32)
+    element = tl.program_id(0).to(tl.int64) * (HEAD_DIM * NUM_STATES) + p[:, None] * NUM_STATES + n[None, :]
+    there = (p < HEAD_DIM)[:, None] & (n < NUM_STATES)[None, :]
+    states = tl.load(state + element, mask=there, other=0.0)
+    states = tl.exp(step * tl.load(A + head)) * states + (step * values)[:, None] * Bs[None, :]
+    tl.store(out + element, states, mask=there)
+    outputs = tl.sum(states * Cs[None, :], axis=1)
+    if D is not None:
+        outputs += values * tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+    tl.store(y + tl.program_id(0).to(tl.int64) * HEAD_DIM + p, outputs, mask=p < HEAD_DIM)
+
+
 def _parts(whole: int, part: int) -> int:
     """How many parts of at most this size it takes."""
     return -(-whole // part)
@@ -780,6 +814,27 @@ def backward(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
         for grad, argument in zip(found, given, strict=True)
     )
+
+
+def step(
+    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token: (y (B, H, P) in x's dtype, new state (B, H, P, N) in fp32)."""
+    batch, heads, head_dim = x.shape
+    groups, num_states = B.shape[1:]
+    x, B, C = (t if t.stride(2) == 1 else t.contiguous() for t in (x, B, C))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_state = torch.empty(state.shape, dtype=torch.float32, device=x.device)
+    N = triton.next_power_of_2(num_states)
+    P = max(1, min(triton.next_power_of_2(head_dim), ELEMENTS_OF_A_STEP // N))
+    with torch.cuda.device_of(x):
+        _step_kernel[(batch * heads, _parts(head_dim, P))](
+            x, *x.stride()[:2], dt, *dt.stride(), _whole(A), _whole(dt_bias), B, *B.stride()[:2], C, *C.stride()[:2],
+            *_per_channel(D), _whole(state), y, new_state, heads, heads // groups, *map(float, dt_limit),
+            SOFTPLUS=dt_softplus, HEAD_DIM=head_dim, NUM_STATES=num_states, P=P, N=N,
+        )  # fmt: skip
+    return y, new_state
 
 
 def _times(
