@@ -206,8 +206,8 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Layouts]:
 
     for name in SMALL:
         monkeypatch.setattr(ops, name, recorded(name, getattr(ops, name)))
-    # Mamba-1 calls the convolution through the operator that splits its input.
-    monkeypatch.setattr(sys.modules["mambakit.ops.causal_conv1d"], "causal_conv1d", ops.causal_conv1d)
+    for name in ("causal_conv1d", "ssd"):  # which models call through operators that split their input
+        monkeypatch.setattr(sys.modules[f"mambakit.ops.{name}"], name, getattr(ops, name))
     return seen
 
 
