@@ -87,30 +87,55 @@ Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to com
 
 
 def prepare(
-    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of text")],
+    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents")],
     /,
     out: Annotated[Path, arg(metavar="DIR", help="the folder of shards to make")],
     tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
-    val_fraction: Annotated[float, arg(help="share held out for validation: of the files, or of blocks of them where they are few")] = 0.02,
+    val_fraction: Annotated[float, arg(help="share held out for validation: of the documents, or of blocks of them where they are few")] = 0.02,
     workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
     strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
     layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
+    text_column: Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\n\n{text}'; found by itself unless set", help_behavior_hint="")] = None,
+    task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
+    sbatch: Annotated[int | None, arg(metavar="N", help="write a script that does the work as N jobs of a Slurm array, and what puts them together after it", help_behavior_hint="")] = None,
+    ray: Annotated[str | None, arg(metavar="ADDRESS", help="do the work on a Ray cluster that shares a disk with this machine; local starts one here", help_behavior_hint="")] = None,
     json: Json = False,
 ) -> int:  # fmt: skip
-    """Turn text into shards: tokens on disk that training reads.
+    """Turn documents into shards: tokens on disk that training reads.
 
-    Every file is a document. Hidden files, empty files and files that are not UTF-8 text are passed over and counted.
+    Reads text in any encoding, source code, Markdown, HTML, XML, PDF, Word, EPUB, notebooks, JSON, JSON Lines, CSV, Parquet
+    and Arrow, and archives of them. A file is a document; where it holds records, each of them is one. What cannot be
+    read is passed over, counted, and listed with its reason in prepare.json. Killed, it goes on where it was.
 
     For example:
       mambakit prepare notes/ --out shards
       mambakit prepare book.txt letters/ --out shards --tokenizer bytes
-      mambakit prepare src/ docs/ --out shards --tokenizer train:16384 --val-fraction 0.05
+      mambakit prepare wiki.jsonl.xz --out shards --text-column '{title}\n\n{text}' --tokenizer train:16384
     """
     from .data.prepare import prepare as run
+    from .data.prepare import prepare_part
 
-    index = run(
-        source, out, tokenizer=tokenizer, val_fraction=val_fraction, workers=workers, strict=strict, layout=layout
-    )
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer, "val_fraction": val_fraction, "workers": workers, "strict": strict, "layout": layout,
+        "text_column": text_column.replace("\\n", "\n") if text_column else None,
+    }  # fmt: skip
+    if task is not None:
+        part, parts = _part(task)
+        prepare_part(part, parts, source, out, **options)
+        say(f"part {part} of {parts} is done")
+        return 0
+    if sbatch is not None:
+        from .data.cluster import slurm_script
+
+        script = Path(f"{out}.sbatch.sh")
+        script.write_text(slurm_script(source, out, _as_flags(options), sbatch), encoding="utf-8")
+        _print(f"bash {script}")
+        return 0
+    if ray is not None:
+        from .data.cluster import on_ray
+
+        on_ray(ray, source, out, options)
+    index = run(source, out, **options)
     if json:
         _print_json({"out": str(out), **index.model_dump()})
     else:
@@ -120,6 +145,25 @@ def prepare(
         _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
         say(f"train on it with\n  mambakit train --data {out}")
     return 0
+
+
+def _as_flags(options: dict[str, Any]) -> list[str]:
+    """The flags that give these options, but for those that are not set."""
+    flags = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value not in (None, False):
+            flags += [flag, str(value).replace("\n", "\\n") if name == "text_column" else str(value)]
+    return flags
+
+
+def _part(task: str) -> tuple[int, int]:
+    part, _, parts = task.partition("/")
+    if not (part.isdigit() and parts.isdigit()):
+        raise UserError(f"--task {task}: need I/N, such as 0/8")
+    return int(part), int(parts)
 
 
 def train(

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 from helpers import needs_linux
 from tokenizers import Tokenizer
 
-from mambakit.data.prepare import BLOCK_BYTES, prepare, prepare_once
+from mambakit.data.holding_out import BLOCK_BYTES
+from mambakit.data.prepare import prepare, prepare_once
 from mambakit.data.shards import TOKENIZER, ShardError, TokenStream, read_index, verify
 from mambakit.data.tokenize import TokenizerError
 from mambakit.files import UserError, write_json
@@ -146,7 +149,7 @@ def test_shards_do_not_depend_on_threads_or_the_clock(tmp_path: Path, monkeypatc
 
 _KILLED = """
 import os, signal, sys
-from mambakit.data import prepare, shards, sources
+from mambakit.data import prepare, shards, sources, tasks
 from mambakit import files
 calls = 0
 def deadly(function):
@@ -168,9 +171,11 @@ prepare.prepare([sys.argv[1]], sys.argv[2], tokenizer="bytes", shard_tokens=5000
 @pytest.mark.parametrize(
     ("where", "call"),
     [
-        ("prepare.why_not_text", 2),
+        ("tasks.run", 1),
+        ("tasks.encode_all", 1),
+        ("tasks.write_json", 1),
         ("prepare.open_tokenizer", 1),
-        ("shards.ShardWriter.write", 3),
+        ("shards.ShardWriter.write", 2),
         ("shards.ShardWriter._finish", 4),
         ("prepare.write_json", 1),
         ("files.sync", 5),
@@ -191,10 +196,11 @@ def test_a_killed_run_is_simply_repeated(tmp_path: Path, where: str, call: int) 
 
 
 def test_strict_makes_a_file_that_is_no_text_an_error(tmp_path: Path) -> None:
-    source = cases.write_texts(tmp_path / "texts", {"a": "text", "b": b"\0", "c": "é".encode("latin-1"), "d": ""})
-    with pytest.raises(
-        UserError, match=r"texts: 1 binary, 1 empty, 1 not UTF-8; the first is .*d \(empty\), and --strict"
-    ):
+    source = cases.write_texts(tmp_path / "texts", {"a": "text", "b": b"\0\1"})
+    with pytest.raises(UserError, match=r"b cannot be read \(binary\), and --strict was given"):
+        prepare([source], tmp_path / "shards", tokenizer="bytes", strict=True)
+    cases.write_texts(tmp_path / "texts", {"d": ""})
+    with pytest.raises(UserError, match=r"d cannot be read \(empty\), and --strict was given"):
         prepare([source], tmp_path / "shards", tokenizer="bytes", strict=True)
     assert os.listdir(tmp_path) == ["texts"]
     assert prepare([source], tmp_path / "shards", tokenizer="bytes").counts["train"].documents == 1
@@ -202,18 +208,21 @@ def test_strict_makes_a_file_that_is_no_text_an_error(tmp_path: Path) -> None:
 
 
 def test_what_was_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = cases.write_texts(tmp_path / "texts", {"a": "text", "b": b"\0", "c": b"\0", "d": ""})
+    source = cases.write_texts(tmp_path / "texts", {"a": "text", "b": b"\0\1", "c": b"\0\1", "d": ""})
     prepare([source], tmp_path / "shards", tokenizer="bytes")
-    assert "1 files of text; passed over: 2 binary, 1 empty" in capsys.readouterr().err
+    assert "texts: 1 files read; passed over: 2 binary, 1 empty" in capsys.readouterr().err
+    report = json.loads((tmp_path / "shards" / "prepare.json").read_text())[str(source)]
+    assert report["skipped"] == {"binary": 2, "empty": 1} and report["kinds"] == {"text": 1}
+    assert [reason for _, reason in report["passed_over"]] == ["empty", "binary", "binary"]
 
 
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
         (None, {}, "texts does not exist; give a file or folder of text"),
-        ({}, {}, "texts holds no text: it is empty; need files of UTF-8 text"),
+        ({}, {}, "texts holds no text: it is empty"),
         ({".hidden": "x"}, {}, "holds no text: it is empty"),
-        ({"a": b"\0", "b": "", "c": b"\xef\xbb\xbf"}, {}, "holds no text: it has 1 binary, 2 empty; need files"),
+        ({"a": b"\0\1", "b": "", "c": b"\xef\xbb\xbf"}, {}, "holds no text: it has 1 binary, 2 empty"),
         ({"a": "x"}, {"tokenizer": "train:3"}, "tokenizer 'train:3': need train:VOCAB"),
         ({"a": "x"}, {"tokenizer": "missing.json"}, "the tokenizer missing.json does not exist"),
         ({"a": "x"}, {"val_fraction": 1.0}, "val_fraction=1.0: need a share from 0"),
@@ -328,16 +337,19 @@ def test_another_process_may_be_first(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
     source = cases.write_texts(tmp_path / "texts", {"a": "text"})
 
-    first = {"done": False}
+    others: list[threading.Thread] = []
+    folders: list[Path] = []
 
-    def write_after_the_other(path: Path, values: Any) -> None:
+    def write_while_another_begins(path: Path, values: Any) -> None:
+        if not others:
+            begin = lambda: folders.append(prepare_once([str(source)], tokenizer="bytes", val_fraction=0.1))  # noqa: E731
+            others.append(threading.Thread(target=begin))
+            others[0].start()
+            time.sleep(0.3)
         write_json(path, values)
-        if not first["done"]:
-            first["done"] = True
-            prepare_once([str(source)], tokenizer="bytes", val_fraction=0.1)
 
-    monkeypatch.setattr("mambakit.data.prepare.write_json", write_after_the_other)
+    monkeypatch.setattr("mambakit.data.prepare.write_json", write_while_another_begins)
     folder = prepare_once([str(source)], tokenizer="bytes", val_fraction=0.1)
-    assert first["done"]
-    assert list(verify(folder)) == []
+    others[0].join()
+    assert folders == [folder] and list(verify(folder)) == []
     assert os.listdir(folder.parent) == [folder.name]

@@ -1,58 +1,41 @@
-"""Text to shards: files are read, held out or not, tokenized by several threads, and written in order.
+"""Text to shards: files are listed, cut into tasks, read and tokenized by several threads, and put together in order.
 
-What is written depends on the text and the settings alone: not on the number of threads, nor on the clock.
+What is written depends on the text and the settings alone: not on the number of threads, tasks done before, nor on the
+clock. While it is made, what is done lies in a folder beside its place; a run that was killed goes on from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import shutil
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from .. import __version__
-from ..files import UserError, checksum, new_folder, write_json
+from ..files import LockedError, UserError, checksum, lock, new_folder, write_json
 from ..progress import progress, say
-from . import shards
+from . import datasets, shards, tasks
+from .documents import Part, Unreadable
+from .reading import Own, Reading, check_readers
 from .shards import LAYOUTS, SPLITS, Index, ShardWriter, SplitCounts
-from .sources import Skipped, SourceFile, list_files, read_lines, why_not_text
-from .tokenize import Encoder, check_spec, encode_all, end_of, open_tokenizer, vocab_size
+from .sources import Skipped, list_files
+from .tasks import Merged, Settings, Source, Task
+from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
-PIECE_BYTES = 2**18  # of text that is tokenized at once
-BLOCK_BYTES = 2**13  # of text held out at once, in a source of few documents
-FEW = 8  # a source that would hold out fewer documents than this is held out by blocks
 SAMPLE_BYTES = 2**26  # of text that a tokenizer is learned from
 SHARD_TOKENS = 2**26
-
-
-@dataclass
-class Source:
-    """The files of one source that hold text, and those that do not."""
-
-    name: str
-    files: list[SourceFile] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a document: which split it belongs to, and whether the document starts and ends with it."""
-
-    split: str
-    starts: bool
-    ends: bool
+REPORT = "prepare.json"
 
 
 def prepare(
@@ -64,17 +47,69 @@ def prepare(
     workers: int | None = None,
     strict: bool = False,
     layout: str | None = None,
+    text_column: str | None = None,
+    readers: Mapping[str, Own] | None = None,
     shard_tokens: int = SHARD_TOKENS,
     leave_out: Path | None = None,
 ) -> Index:
-    """Make a folder of shards from files and folders of text; returns its index.
+    """Make a folder of shards from files and folders of documents; returns its index.
 
     `tokenizer` is `bytes`, a tokenizer.json, a Hugging Face name, or `train:VOCAB`. Where documents are many, the same
-    file always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be read
-    an error. `layout` is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named.
-    The folder `leave_out`, somewhere inside the sources, is passed over.
+    document always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be
+    read an error. `layout` is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named. `text_column`
+    says which column of records is their text, or how to join several: "{title}\n\n{text}". `readers` has functions of
+    your own by suffix, from a path to the texts of its documents. The folder `leave_out`, somewhere inside the sources,
+    is passed over.
     """
-    out = Path(out)
+    _check_options(sources, tokenizer, val_fraction, layout, readers or {})
+    options = _Options(
+        [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1, strict,
+        layout, Reading(readers or {}, text_column), shard_tokens, leave_out,
+    )  # fmt: skip
+    with _work_folder(options.out) as work, new_folder(options.out, shards.ShardError) as beside:
+        plan = _plan(options, work)
+        plan.do(options.workers, strict)
+        index = _put_together(options, plan, beside)
+    shutil.rmtree(_work_path(options.out), ignore_errors=True)
+    return index
+
+
+def prepare_part(
+    part: int, parts: int, sources: Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
+    val_fraction: float = 0.02, workers: int | None = None, strict: bool = False, layout: str | None = None,
+    text_column: str | None = None, readers: Mapping[str, Own] | None = None, leave_out: Path | None = None,
+) -> None:  # fmt: skip
+    """Do one part of the work of `prepare` and leave it beside `out`, where a later call of `prepare` with the same
+    settings finds it. Parts 0 to `parts` - 1 may be done by machines that share a disk, at the same time."""
+    if not 0 <= part < parts:
+        raise UserError(f"task {part}/{parts} does not exist; need I/N with I from 0 to N-1")
+    _check_options(sources, tokenizer, val_fraction, layout, readers or {})
+    options = _Options(
+        [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1, strict,
+        layout, Reading(readers or {}, text_column), SHARD_TOKENS, leave_out,
+    )  # fmt: skip
+    with _work_folder(options.out, is_shared=True) as work:
+        plan = _plan(options, work)
+        plan.only(part, parts).do(options.workers, strict)
+
+
+@dataclass(frozen=True)
+class _Options:
+    sources: list[str]
+    out: Path
+    tokenizer: str
+    val_fraction: float
+    workers: int
+    strict: bool
+    layout: str | None
+    reading: Reading
+    shard_tokens: int
+    leave_out: Path | None
+
+
+def _check_options(
+    sources: Sequence[str | Path], tokenizer: str, val_fraction: float, layout: str | None, readers: Mapping[str, Own]
+) -> None:
     if not 0 <= val_fraction < 1:
         raise UserError(f"val_fraction={val_fraction}: need a share from 0 up to, but not, 1")
     if layout is not None and layout not in LAYOUTS:
@@ -82,189 +117,240 @@ def prepare(
     if not sources or not all(map(str, sources)):
         raise UserError("no source was given; name at least one file or folder of text")
     check_spec(tokenizer)
-    workers = workers or os.cpu_count() or 1
-    with new_folder(out, shards.ShardError) as beside:
-        read = [_scan(str(source), leave_out) for source in sources]
-        _check_sources(read, strict)
-        opened = open_tokenizer(tokenizer, _sample(read, val_fraction))
-        chosen = LAYOUTS[layout or ("packed32" if vocab_size(opened) <= 2**16 else "wide64")]
-        if vocab_size(opened) > chosen.largest_vocabulary:
-            raise UserError(
-                f"layout {chosen.name} holds ids up to {chosen.largest_vocabulary - 1}, but the tokenizer has "
-                f"{vocab_size(opened)}; use --layout wide64"
-            )
-        (beside / shards.TOKENIZER).write_bytes(opened.to_str(pretty=True).encode())
-        with contextlib.ExitStack() as stack:
-            writers = {split: stack.enter_context(ShardWriter(beside, split, chosen, shard_tokens)) for split in SPLITS}
-            counts = _write(read, opened, val_fraction, workers, writers)
-            written = {split: writer.close() for split, writer in writers.items()}
-        index = Index(
-            format="mambakit-shards",
-            version=1,
-            layout=chosen.name,
-            tokenizer=tokenizer,
-            tokenizer_sha256=checksum(beside / shards.TOKENIZER),
-            vocab_size=vocab_size(opened),
-            end_token=end_of(opened),
-            counts=counts,
-            shards=written,
-            sources={source.name: _summary(source, val_fraction) for source in read},
+    check_readers(readers)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is decided before the first task: the same on every machine."""
+
+    sources: list[Source]
+    tokenizer: Tokenizer
+    settings: Settings
+    tasks: list[Task]
+    folders: list[Path]  # of what each task writes
+
+    def only(self, part: int, parts: int) -> _Plan:
+        return dataclasses.replace(self, tasks=self.tasks[part::parts], folders=self.folders[part::parts])
+
+    def do(self, workers: int, strict: bool) -> None:
+        with progress("tokenizing", sum(task.num_bytes for task in self.tasks), "MB", 1e6) as advance:
+            for task, folder in zip(self.tasks, self.folders, strict=True):
+                if (folder / tasks.REPORT).is_file():
+                    advance(task.num_bytes)
+                else:
+                    tasks.run(task, self.settings, self.tokenizer, folder, workers, strict, advance)
+
+
+def _plan(options: _Options, work: Path) -> _Plan:
+    found = [_list(source, options.leave_out) for source in options.sources]
+    _check_listed(found, options.strict)
+    for source in found:
+        source.choose_limit(options.reading, options.val_fraction)
+    opened = _tokenizer(options, found, work)
+    layout = options.layout or ("packed32" if vocab_size(opened) <= 2**16 else "wide64")
+    if vocab_size(opened) > LAYOUTS[layout].largest_vocabulary:
+        raise UserError(
+            f"layout {layout} holds ids up to {LAYOUTS[layout].largest_vocabulary - 1}, but the tokenizer has "
+            f"{vocab_size(opened)}; use --layout wide64"
         )
-        write_json(beside / shards.INDEX, index.model_dump())
+    settings = Settings(__version__, opened.to_str(), layout, options.val_fraction, options.reading)
+    cut = tasks.cut(found)
+    return _Plan(found, opened, settings, cut, [work / task.key(settings) for task in cut])
+
+
+def _put_together(options: _Options, plan: _Plan, beside: Path) -> Index:
+    """The folder of shards, of tasks that are all done."""
+    layout = LAYOUTS[plan.settings.layout]
+    (beside / shards.TOKENIZER).write_bytes(plan.tokenizer.to_str(pretty=True).encode())
+    with contextlib.ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(ShardWriter(beside, split, layout, options.shard_tokens)) for split in SPLITS
+        }
+        merged = tasks.merge(plan.tasks, plan.folders, writers)
+        written = {split: writer.close() for split, writer in writers.items()}
+    _check_merged(plan.sources, merged)
+    report = {source.name: _summary(source, merged[source.name], options) for source in plan.sources}
+    index = Index(
+        format="mambakit-shards",
+        version=1,
+        layout=layout.name,
+        tokenizer=options.tokenizer,
+        tokenizer_sha256=checksum(beside / shards.TOKENIZER),
+        vocab_size=vocab_size(plan.tokenizer),
+        end_token=end_of(plan.tokenizer),
+        counts={split: _total(merged, split) for split in SPLITS},
+        shards=written,
+        sources={name: {k: v for k, v in summary.items() if k != "passed_over"} for name, summary in report.items()},
+    )
+    write_json(beside / REPORT, report)
+    write_json(beside / shards.INDEX, index.model_dump())
     return index
 
 
-def _scan(name: str, leave_out: Path | None = None) -> Source:
-    """Look at every file of a source: is it text?"""
+def _work_path(out: Path) -> Path:
+    out = Path(os.path.realpath(out))
+    return out.parent / f".{out.name}.tasks"
+
+
+@contextlib.contextmanager
+def _work_folder(out: Path, *, is_shared: bool = False) -> Iterator[Path]:
+    """Where tasks that are done lie until all are. After a mistake, nothing stays where there are no tokens."""
+    work = _work_path(out)
+    made = [folder for folder in work.parents if not folder.exists()]
+    try:
+        with contextlib.nullcontext() if is_shared else _alone_in(work):
+            work.mkdir(parents=True, exist_ok=True)
+            yield work
+    except Exception as problem:
+        if not is_shared and not any(path.stat().st_size for path in work.glob("*/*.bin")):
+            shutil.rmtree(work, ignore_errors=True)
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        if isinstance(problem, (PermissionError, NotADirectoryError, FileExistsError)):
+            raise shards.ShardError(f"{work.parent} cannot be written in: {problem.strerror}") from None
+        raise
+
+
+@contextlib.contextmanager
+def _alone_in(work: Path) -> Iterator[None]:
+    """Wait until no other process works in the folder."""
+    said = False
+    with contextlib.ExitStack() as stack:
+        while True:
+            work.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(lock(work / ".lock"))
+            except LockedError as other:
+                if not said:
+                    say(f"{other} prepares the same; waiting for it")
+                    said = True
+                time.sleep(0.1)
+                continue
+            if (work / ".lock").exists():
+                break
+            stack.close()  # the one who had it has taken all away
+        yield
+
+
+def _list(name: str, leave_out: Path | None) -> Source:
     source = Source(name)
-    entries = list(list_files(name, leave_out))
-    files = [entry for entry in entries if isinstance(entry, SourceFile)]
-    source.skipped = [entry for entry in entries if isinstance(entry, Skipped)]
-    with progress(f"looking through {name}", sum(file.size for file in files), "MB", 1e6) as advance:
-        for file in files:
-            reason = why_not_text(file)
-            if reason is None:
-                source.files.append(file)
-            else:
-                source.skipped.append(Skipped(file.path, reason))
-            advance(file.size)
+    if datasets.is_dataset(name):
+        source.files += datasets.slices(name)
+        return source
+    for entry in list_files(name, leave_out):
+        if isinstance(entry, Skipped):
+            source.skipped.append(entry)
+        else:
+            source.files.append(entry)
     return source
 
 
-def _check_sources(sources: Sequence[Source], strict: bool) -> None:
+def _check_listed(sources: Sequence[Source], strict: bool) -> None:
     for source in sources:
-        reasons = Counter(skipped.reason for skipped in source.skipped)
-        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         if strict and source.skipped:
             first = source.skipped[0]
-            raise UserError(
-                f"{source.name}: {listed}; the first is {first.path} ({first.reason}), and --strict was given"
-            )
-        if not source.files:
-            found = f"it has {listed}" if listed else "it is empty"
-            raise UserError(f"{source.name} holds no text: {found}; need files of UTF-8 text")
+            raise UserError(f"{first.path} cannot be read ({first.reason}), and --strict was given")
+
+
+def _tokenizer(options: _Options, sources: Sequence[Source], work: Path) -> Tokenizer:
+    """Opened; or learned, and kept for other parts of the work and for a run that goes on."""
+    if not options.tokenizer.startswith("train:"):
+        return open_tokenizer(options.tokenizer)
+    settings = Settings(__version__, options.tokenizer, "", options.val_fraction, options.reading)
+    cut = tasks.cut(sources)
+    digest = hashlib.sha256("".join(task.key(settings) for task in cut).encode()).hexdigest()[:32]
+    kept = work / f"tokenizer-{digest}.json"
+    if kept.is_file():
+        return Tokenizer.from_file(str(kept))
+    learned = open_tokenizer(options.tokenizer, _sample(cut, settings))
+    beside, name = tempfile.mkstemp(prefix=kept.name, dir=work)  # machines may do this at the same time
+    with os.fdopen(beside, "w", encoding="utf-8") as file:
+        file.write(learned.to_str())
+    os.replace(name, kept)
+    return learned
+
+
+def _sample(work: Sequence[Task], settings: Settings) -> Iterator[str]:
+    """Text to learn a tokenizer from: training text alone, of bounded size, from every file its share."""
+    total = sum(task.num_bytes for task in work)
+    share = min(1.0, SAMPLE_BYTES / max(1, total))
+    due, taken = 0.0, 0
+    with progress("learning the tokenizer", min(total, SAMPLE_BYTES), "MB", 1e6) as advance:
+        for task in work:
+            for file in task.files:
+                due += file.size * share
+                if share < 1 and taken >= due:  # enough from those before
+                    continue
+                for piece, data in Task(task.source, (file,)).pieces(settings, lambda *_: None):
+                    if piece.split == "train":
+                        yield data.decode("utf-8", errors="replace")
+                    taken += len(data)
+                    advance(len(data))
+                    if share < 1 and taken >= due:
+                        break
+
+
+def _check_merged(sources: Sequence[Source], merged: dict[str, Merged]) -> None:
+    for source in sources:
+        found = merged.setdefault(source.name, Merged())
+        listed = _listed(_reasons(source, found))
+        if not any(found.counts[split]["documents"] for split in SPLITS):
+            raise UserError(f"{source.name} holds no text: {f'it has {listed}' if listed else 'it is empty'}")
         if listed:
-            say(f"{source.name}: {len(source.files)} files of text; passed over: {listed}")
+            say(f"{source.name}: {sum(found.kinds.values())} files read; passed over: {listed}")
 
 
-def _summary(source: Source, val_fraction: float) -> dict[str, Any]:
-    reasons = Counter(skipped.reason for skipped in source.skipped)
+def _reasons(source: Source, found: Merged) -> Counter[str]:
+    return Counter([*(skipped.reason for skipped in source.skipped), *(reason for _, reason in found.skipped)])
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+
+
+def _total(merged: dict[str, Merged], split: str) -> SplitCounts:
+    return SplitCounts(**sum((found.counts[split] for found in merged.values()), Counter()))
+
+
+def _summary(source: Source, found: Merged, options: _Options) -> dict[str, Any]:
+    by_block = any(source.by_block(file, options.reading, options.val_fraction) for file in source.files)
+    passed_over = [[str(skipped.path), skipped.reason] for skipped in source.skipped] + found.skipped
     return {
-        "files": len(source.files),
+        "files": sum(found.kinds.values()),
         "bytes": source.num_bytes,
-        "skipped": dict(sorted(reasons.items())),
-        "held_out_by": "blocks" if _has_few(source, val_fraction) else "documents",
+        "kinds": dict(sorted(found.kinds.items())),
+        "skipped": dict(sorted(_reasons(source, found).items())),
+        "inside": dict(sorted(found.notes.items())),
+        "held_out_by": "blocks" if by_block else "documents",
+        "documents": {split: found.counts[split]["documents"] for split in SPLITS},
+        "tokens": {split: found.counts[split]["tokens"] for split in SPLITS},
+        "passed_over": sorted(passed_over),
     }
 
 
-# Holding out.
+def documents(
+    sources: Sequence[str | Path], *, text_column: str | None = None, readers: Mapping[str, Own] | None = None
+) -> Iterator[tuple[str, str]]:
+    """(name, text) of every document, one after the other, for use outside training. What is no text is passed over."""
+    check_readers(readers or {})
+    reading = Reading(readers or {}, text_column)
+    for source in sources:
+        for file in _list(str(source), None).files:
+            with contextlib.suppress(Unreadable):
+                yield from ((file.name, text) for text in _texts(reading.parts(file)))
 
 
-def _has_few(source: Source, val_fraction: float) -> bool:
-    return 0 < len(source.files) * val_fraction < FEW
-
-
-def _draw(name: str, block: int | None = None) -> float:
-    """A number from 0 to 1 that belongs to this document, or to this block of it, for ever."""
-    digest = hashlib.blake2b(f"{name}\0{block}".encode(errors="surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
-
-
-def pieces(source: Source, val_fraction: float) -> Iterator[tuple[Piece, bytes]]:
-    """All text of a source, in order: whole documents to one split or the other, or blocks of them."""
-    if _has_few(source, val_fraction):
-        limit = _block_limit(source, val_fraction)
-        for file in source.files:
-            yield from _pieces_by_block(file, limit)
-    else:
-        for file in source.files:
-            split = "val" if _draw(file.name) < val_fraction else "train"
-            yield from _mark((split, data) for data in read_lines(file, PIECE_BYTES))
-
-
-def _block_limit(source: Source, val_fraction: float) -> float:
-    """Blocks drawn below this are held out: at least one, where there are two, and never all."""
-    numbers = ((file.name, number) for file in source.files for number, _ in enumerate(read_lines(file, BLOCK_BYTES)))
-    draws = np.sort(np.fromiter((_draw(*number) for number in numbers), np.float64))
-    return float(min(max(val_fraction, (draws[0] + draws[1]) / 2), draws[-1])) if len(draws) > 1 else 0.0
-
-
-def _pieces_by_block(file: SourceFile, limit: float) -> Iterator[tuple[Piece, bytes]]:
-    """Neighbouring blocks of the same split stay together, as one document."""
-
-    def joined() -> Iterator[tuple[str, bytes]]:
-        split, data = "", b""
-        for number, block in enumerate(read_lines(file, BLOCK_BYTES)):
-            here = "val" if _draw(file.name, number) < limit else "train"
-            if data and (here != split or len(data) + len(block) > PIECE_BYTES):
-                yield split, data
-                data = b""
-            split, data = here, data + block
-        if data:
-            yield split, data
-
-    yield from _mark(joined())
-
-
-def _mark(parts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Piece, bytes]]:
-    """A document starts where the split changes, and ends before it does."""
-    before: tuple[str, bytes] | None = None
-    starts = True
+def _texts(parts: Iterator[Part]) -> Iterator[str]:
+    whole: list[str] = []
     for part in parts:
-        if before is not None:
-            ends = part[0] != before[0]
-            yield Piece(before[0], starts, ends), before[1]
-            starts = ends
-        before = part
-    if before is not None:
-        yield Piece(before[0], starts, True), before[1]
-
-
-def _sample(sources: Sequence[Source], val_fraction: float) -> Iterator[str]:
-    """Text to learn a tokenizer from: training text alone, spread evenly over the sources, of bounded size."""
-    total = sum(source.num_bytes for source in sources)
-    stride = max(1, -(-total // SAMPLE_BYTES))
-    with progress("learning the tokenizer", total, "MB", 1e6) as advance:
-        number = 0
-        for source in sources:
-            for piece, data in pieces(source, val_fraction):
-                advance(len(data))
-                if piece.split == "train":
-                    if number % stride == 0:
-                        yield data.decode("utf-8", errors="replace")
-                    number += 1
-
-
-def _write(
-    sources: Sequence[Source],
-    tokenizer: Tokenizer,
-    val_fraction: float,
-    workers: int,
-    writers: dict[str, ShardWriter],
-) -> dict[str, SplitCounts]:
-    end = end_of(tokenizer)
-    counts = {split: Counter[str]() for split in SPLITS}
-    all_pieces = (piece for source in sources for piece in pieces(source, val_fraction))
-    position = 0
-    with progress("tokenizing", sum(source.num_bytes for source in sources), "MB", 1e6) as advance:
-        for piece, encoded in encode_all(Encoder(tokenizer), all_pieces, workers):
-            count, writer = counts[piece.split], writers[piece.split]
-            if piece.starts:
-                position = 0
-            tokens = encoded.tokens
-            if piece.ends and position + len(tokens):
-                tokens = np.append(tokens, end)
-            if len(tokens):
-                is_first = position == 0
-                writer.write(writer.layout.pack(tokens, position, starts_document=is_first))
-                count["documents"] += is_first
-                count["tokens"] += len(tokens)
-                count["targets"] += len(tokens) - is_first
-                position += len(tokens)
-            count["bytes"] += encoded.num_bytes
-            count["words"] += encoded.num_words
-            advance(encoded.num_bytes)
-    return {split: SplitCounts(**count) for split, count in counts.items()}
+        whole.append(part.text)
+        if part.ends:
+            yield "".join(whole)
+            whole = []
+    if whole:
+        yield "".join(whole)
 
 
 def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float, leave_out: Path | None = None) -> Path:
@@ -275,11 +361,11 @@ def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float,
         if path.is_file():
             seen.update(path.read_bytes())
     for source in sources:
-        seen.update(os.fsencode(os.path.abspath(source)))
-        for entry in list_files(source, leave_out):
+        found = _list(source, leave_out)
+        seen.update(os.fsencode(source if source.startswith("hf:") else os.path.abspath(source)))
+        for entry in (*found.files, *found.skipped):
             seen.update(os.fsencode(entry.path))
-            with contextlib.suppress(OSError):  # of a file that cannot be read
-                seen.update(repr((entry.path.stat().st_size, entry.path.stat().st_mtime_ns)).encode())
+            seen.update(entry.stamp.encode() if not isinstance(entry, Skipped) else b"")
     folder = cache_folder() / "shards" / seen.hexdigest()[:32]
     if shards.is_shards(folder):
         say(f"the shards of this text are in {folder} already")

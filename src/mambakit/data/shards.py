@@ -49,12 +49,12 @@ class Layout:
     def largest_vocabulary(self) -> int:
         return 1 << self.token_bits
 
-    def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool) -> NDArray[Any]:
-        """Tokens of one document from `first_position` on. All count as targets but the document's first."""
+    def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool, learn: bool = True) -> NDArray[Any]:
+        """Tokens of one document from `first_position` on. All count as targets, or none; its first never does."""
         positions = np.minimum(
             np.arange(first_position, first_position + len(tokens), dtype=np.int64), self.max_position
         )
-        packed = tokens | (positions << self.token_bits) | (1 << (self.token_bits + self.position_bits))
+        packed = tokens | (positions << self.token_bits) | (int(learn) << (self.token_bits + self.position_bits))
         if starts_document and len(packed):
             packed[0] = tokens[0]
         return packed.astype(self.dtype)

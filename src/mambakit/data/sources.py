@@ -1,20 +1,13 @@
-"""Sources: the text files that a person names, file by file and in an order that is always the same.
-
-A file of text is a document. Reading is in blocks, so that a file may be larger than memory.
-"""
+"""Sources: the files that a person names, one by one and in an order that is always the same."""
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..files import UserError
-
-READ_BYTES = 2**20
-BOM = codecs.BOM_UTF8
 
 
 @dataclass(frozen=True)
@@ -24,6 +17,15 @@ class SourceFile:
     path: Path
     name: str
     size: int
+
+    @property
+    def stamp(self) -> str:
+        """What changes when the file does."""
+        try:
+            state = self.path.stat()
+        except OSError:
+            return ""
+        return f"{state.st_size} {state.st_mtime_ns}"
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,8 @@ class Skipped:
 
 
 def list_files(source: str, leave_out: Path | None = None) -> Iterator[SourceFile | Skipped]:
-    """All files of a source, sorted. Hidden files and folders are passed over, as is the folder `leave_out`, and links
-    to folders are not followed."""
-    if source.startswith("hf:"):
-        raise UserError(f"{source}: Hugging Face datasets cannot be read yet; give files or folders of text")
+    """All files of a source, sorted. Hidden files and folders are passed over, as is the folder `leave_out`; links to
+    folders are not followed, nor are links that lead out of the source."""
     path = Path(source)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
@@ -72,10 +72,16 @@ def _walk(folder: Path, root: Path, leave_out: str | None) -> Iterator[SourceFil
             continue
         if is_folder:
             yield from _walk(path, root, leave_out)
-        elif is_file:  # a link to a file is read; sockets and pipes are not
+        elif is_file and entry.is_symlink() and not _is_inside(path, root):
+            yield Skipped(path, "a link that leads out of the folder")
+        elif is_file:  # sockets and pipes are none
             yield _entry(path, path.relative_to(root).as_posix())
         elif leads_nowhere:
             yield Skipped(path, "a link that leads nowhere")
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    return os.path.realpath(path).startswith(os.path.realpath(root) + os.sep)
 
 
 def _entry(path: Path, name: str) -> SourceFile | Skipped:
@@ -84,49 +90,3 @@ def _entry(path: Path, name: str) -> SourceFile | Skipped:
     except OSError as error:
         return Skipped(path, f"cannot be read: {error.strerror}")
     return SourceFile(path, name, size) if size else Skipped(path, "empty")
-
-
-def why_not_text(file: SourceFile) -> str | None:
-    """Why a file is not text that can be trained on, or None. Reads all of it, in blocks."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    has_text = False
-    try:
-        with file.path.open("rb") as stream:
-            while block := stream.read(READ_BYTES):
-                if b"\0" in block:
-                    return "binary"
-                has_text |= bool(decoder.decode(block))
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None if has_text else "empty"
-
-
-def read_lines(file: SourceFile, limit: int) -> Iterator[bytes]:
-    """The file's bytes in pieces of at most `limit`, cut after a line where one ends, else between two characters.
-
-    A byte-order mark is left out. `limit` is more than the 4 bytes that a character may have.
-    """
-    with file.path.open("rb") as stream:
-        rest = stream.read(len(BOM))
-        if rest == BOM:
-            rest = b""
-        while block := stream.read(limit - len(rest)):
-            rest += block
-            if len(rest) < limit:
-                continue
-            cut = rest.rfind(b"\n") + 1 or _character_start(rest)
-            yield rest[:cut]
-            rest = rest[cut:]
-        if rest:
-            yield rest
-
-
-def _character_start(data: bytes) -> int:
-    """The last place at which a UTF-8 character may begin, other than 0."""
-    at = len(data) - 1
-    while at > 1 and (data[at] & 0xC0) == 0x80:
-        at -= 1
-    return max(at, 1)

@@ -1,0 +1,53 @@
+"""The work of preparing text on many machines that share a disk: as a Slurm array, or on a Ray cluster.
+
+Each machine does some of the tasks (data/tasks.py) and leaves them beside the folder of shards to be made; then one of
+them puts all together. What comes out is byte for byte what one machine would have made.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import UserError
+from ..progress import say
+from .datasets import is_dataset
+from .prepare import prepare_part
+
+
+def slurm_script(sources: Sequence[str], out: Path, flags: Sequence[str], parts: int) -> str:
+    """A script that submits the parts as an array of jobs, and after them the job that puts them together."""
+    if parts < 1:
+        raise UserError(f"--sbatch {parts}: need a number of parts of at least 1")
+    named = [source if source.startswith("hf:") else os.path.abspath(source) for source in sources]
+    command = shlex.join([sys.executable, "-m", "mambakit", "prepare", *named, "--out", os.path.abspath(out), *flags])
+    part = f"{command} --task $SLURM_ARRAY_TASK_ID/{parts}"
+    return f"""#!/bin/bash
+# Submits {parts} parts of the work, and after them what puts them together. Options for sbatch, such as a partition,
+# may be given to this script. Where a part fails, submit it all again: what is done is not done twice.
+set -euo pipefail
+parts=$(sbatch --parsable --job-name=mambakit-prepare --array=0-{parts - 1} "$@" --wrap {shlex.quote(part)})
+sbatch --job-name=mambakit-merge --dependency=afterok:"$parts" "$@" --wrap {shlex.quote(command)}
+"""
+
+
+def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, Any], parts: int | None = None) -> None:
+    """Do all parts on a Ray cluster, which starts those that fail again; the caller then puts them together."""
+    try:
+        import ray as library
+    except ImportError:
+        raise UserError("--ray needs Ray: pip install 'mambakit[ray]'") from None
+    ray: Any = library
+    ray.init(address=None if address == "local" else address, log_to_driver=False, configure_logging=False)
+    try:
+        count = parts or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        named = [source if is_dataset(source) else os.path.abspath(source) for source in sources]
+        say(f"{count} parts on {len(ray.nodes())} machines")
+        part = ray.remote(num_cpus=1, max_retries=8)(prepare_part)
+        ray.get([part.remote(number, count, named, os.path.abspath(out), **options) for number in range(count)])
+    finally:
+        ray.shutdown()

@@ -1,0 +1,104 @@
+"""Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT]`, or a folder that `save_to_disk` wrote.
+
+A dataset is read in slices, one after the other and without holding it: runs of rows of a folder, or the files of a
+dataset of the hub, which is streamed. Only rows are taken from it; no code that comes with it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files import UserError
+
+SLICE_ROWS = 2**16
+GUESSED_BYTES = 2**26  # of a slice whose size is not known before it is read
+FORM = re.compile(r"hf:(?P<name>[\w./-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some rows of a dataset."""
+
+    spec: str
+    number: int
+    count: int  # slices of the dataset
+    size: int  # bytes, or a guess
+    stamp: str  # which changes when the rows do
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec}/{self.number}"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.spec)
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source is a dataset, and no folder of documents."""
+    folder = Path(source)
+    return source.startswith("hf:") or any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def slices(source: str) -> list[Slice]:
+    """All slices of a dataset, in order."""
+    dataset = _open(source)
+    if _is_streamed(source):
+        count = max(1, int(getattr(dataset, "num_shards", 1)))
+        stamp = str(getattr(dataset.info, "version", "")) + str(getattr(dataset.info, "download_checksums", ""))
+        return [Slice(source, number, count, GUESSED_BYTES, stamp) for number in range(count)]
+    count = max(1, -(-len(dataset) // SLICE_ROWS))
+    size = int(dataset.data.nbytes)
+    return [Slice(source, number, count, max(1, size // count), dataset._fingerprint) for number in range(count)]
+
+
+def rows(part: Slice) -> Iterator[dict[str, Any]]:
+    """The rows of a slice."""
+    dataset = _open(part.spec)
+    if _is_streamed(part.spec):
+        yield from dataset.shard(num_shards=part.count, index=part.number) if part.count > 1 else dataset
+    else:
+        begin = part.number * SLICE_ROWS
+        for first in range(begin, min(len(dataset), begin + SLICE_ROWS), 1000):
+            batch = dataset[first : min(len(dataset), begin + SLICE_ROWS, first + 1000)]
+            yield from (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
+
+
+def _is_streamed(source: str) -> bool:
+    return source.startswith("hf:")
+
+
+def _open(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"reading {source} needs datasets: pip install 'mambakit[datasets]'") from None
+    try:
+        if not _is_streamed(source):
+            found = datasets.load_from_disk(source)
+            return _split(source, found, None)
+        match = FORM.fullmatch(source)
+        if match is None:
+            raise UserError(f"{source}: need hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG@SPLIT")
+        found = datasets.load_dataset(match["name"], match["config"], streaming=True)
+        return _split(source, found, match["split"])
+    except UserError:
+        raise
+    except Exception as error:  # the library raises whatever those below it do
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{source} cannot be opened: {reason}") from None
+
+
+def _split(source: str, found: Any, wanted: str | None) -> Any:
+    """The split that was named, or the one there is, or `train`."""
+    if not hasattr(found, "keys"):
+        return found
+    names = list(found.keys())
+    chosen = wanted or (names[0] if len(names) == 1 else "train")
+    if chosen not in names:
+        raise UserError(f"{source} has no split {chosen}; it has {', '.join(names)}: name one as hf:NAME@SPLIT")
+    return found[chosen]

@@ -1,0 +1,24 @@
+"""Documents: what a reader makes of a file, part by part, so that neither has to fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a document's text."""
+
+    text: str
+    learn: bool = True  # whether its tokens count as targets
+    ends: bool = True  # whether the document ends with it
+
+
+class Unreadable(Exception):  # noqa: N818
+    """A file that gives no text, and why: a few words, the same for all such files, such as "encrypted"."""
+
+
+# Reads an open file, which can be sought in, from its beginning. Raises Unreadable, before the first part or later.
+Reader = Callable[[BinaryIO], Iterator[Part]]

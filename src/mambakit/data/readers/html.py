@@ -1,0 +1,195 @@
+"""HTML: what a person would see of a page. Headings, paragraphs and list items stand on lines, cells between tabs."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO
+
+from ...files import UserError
+from ..documents import Part, Unreadable
+
+if TYPE_CHECKING:
+    from selectolax.lexbor import LexborNode
+
+LARGEST_FILE = 2**26  # bytes; the tree takes many times as much memory
+LARGEST_COST = 2**31  # see _check_cost
+DECLARED_WITHIN = 4096  # bytes
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+HIDDEN = _names("head script style template noscript iframe object embed svg math canvas audio video map datalist")
+# What begins and ends a line, and what has a blank line around it.
+LINES = _names(
+    "address article aside body caption center dd details dialog dir div dt fieldset figcaption figure footer form"
+    " header hgroup html legend li main menu nav optgroup option search section summary tbody tfoot thead tr"
+)
+PARAGRAPHS = _names("blockquote dl h1 h2 h3 h4 h5 h6 hr listing ol p plaintext pre table ul xmp")
+VERBATIM = _names("listing plaintext pre textarea xmp")
+CLOSES_ITSELF = _names("body dd dt hr html li optgroup option p tbody tfoot thead tr")
+STYLES = _names("a b big code em font i nobr s small strike strong tt u")
+
+SPACE = re.compile("[ \t\n\r\f\xa0]+")
+CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+NO_DISPLAY = re.compile(r"display\s*:\s*none", re.IGNORECASE)
+TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
+DECLARED = re.compile(rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([-\w.:]+)""", re.IGNORECASE)
+BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+CODECS = re.compile(r"utf-8|ascii|(cp|iso8859-|iso2022_|koi8-|mac-|gb|big5|euc_|shift_)\w*|hz|johab|tis-620")
+# Names that are used for more than they say, and what contains it all.
+WIDER = {
+    "ascii": "cp1252",
+    "big5": "big5hkscs",
+    "euc_kr": "cp949",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "iso8859-1": "cp1252",
+    "iso8859-11": "cp874",
+    "iso8859-9": "cp1254",
+    "shift_jis": "cp932",
+    "tis-620": "cp874",
+}
+
+
+def read(stream: BinaryIO) -> Iterator[Part]:
+    """A document for a file."""
+    data = stream.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise Unreadable("too large")
+    text = text_of(decode(data))
+    if not text:
+        raise Unreadable("no text")
+    yield Part(text)
+
+
+def decode(data: bytes) -> str:
+    """Text by its byte-order mark, by what it declares, as UTF-8, or else as browsers do, as windows-1252."""
+    for bom, name in BOMS:
+        if data.startswith(bom):
+            return data[len(bom) :].decode(name, "replace")
+    declared = DECLARED.search(data, 0, DECLARED_WITHIN)
+    name = codec_of(declared[1].decode("ascii", "replace")) if declared else ""
+    if name:
+        return data.decode(name, "replace")
+    start = data[:DECLARED_WITHIN]
+    if 3 * start.count(0) > len(start):  # UTF-16: the high bytes of Latin letters are zero
+        return data.decode("utf-16-le" if start[1::2].count(0) > start[::2].count(0) else "utf-16-be", "replace")
+    text = data.decode("utf-8", "replace")
+    wrong = text.count("\ufffd")
+    if wrong and sum(not character.isascii() for character in text) < 2 * wrong:
+        return data.decode("cp1252", "replace")
+    return text
+
+
+def codec_of(label: str) -> str:
+    """Python's name for a declared encoding, or "" for none that text is written in. What can declare is no UTF-16."""
+    try:
+        name = codecs.lookup(label).name
+    except (LookupError, ValueError):
+        return ""
+    if name.startswith(("utf-16", "utf-32")):
+        return "utf-8"
+    return WIDER.get(name, name) if CODECS.fullmatch(name) else ""
+
+
+def text_of(html: str) -> str:
+    """The text of a page, its title first. Empty where it has none."""
+    try:
+        from selectolax.lexbor import LexborHTMLParser
+    except ImportError:
+        raise UserError("reading HTML needs selectolax: pip install 'mambakit[documents]'") from None
+    _check_cost(html)
+    parser = LexborHTMLParser(html.encode("utf-8", "replace"))
+    title = parser.css_first("head > title")
+    text = SPACE.sub(" ", title.text()).strip() if title else ""
+    body = _lines(parser.root) if parser.root else ""
+    return CONTROLS.sub("", f"{text}\n\n{body}").strip("\n").rstrip()
+
+
+def _check_cost(html: str) -> None:
+    """Refuses what would take the parser a time, or nodes, that grow with the square of the file's size.
+
+    It looks through all open blocks at each block, and opens all styles that were left open again in each.
+    """
+    blocks = styles = cost = 0
+    for tag in TAG.finditer(html):
+        name, step = tag[2].lower(), -1 if tag[1] else 1
+        if name in STYLES:
+            styles = max(0, styles + step)
+        elif name in LINES or name in PARAGRAPHS:
+            if name not in CLOSES_ITSELF:
+                blocks = max(0, blocks + step)
+            cost += blocks + 512 * styles
+    if cost > LARGEST_COST:
+        raise Unreadable("nested too deep")
+
+
+def _lines(root: LexborNode) -> str:
+    """The text below a node. No recursion: a page may be nested deeper than Python's stack."""
+    out: list[str] = []
+    newlines, tabs, space = 0, 0, False  # to come before the next text
+    begun = False  # whether the row has text
+    fresh = True  # nothing in this cell yet: what would break the line does not
+    tall = False  # the cell has several lines, so that the next one cannot stand beside it
+    verbatim = 0  # open elements whose spaces count
+    cells: list[int] = []  # of each open row
+    node: LexborNode | None = root
+    while node is not None:
+        name, child = node.tag or "", None
+        breaks = 2 if name in PARAGRAPHS else 1 if name in LINES else 0
+        if name == "-text":
+            content = node.text_content or ""
+            words = content if verbatim else SPACE.sub(" ", content).strip(" ")
+            space |= bool(content) and not verbatim and SPACE.match(content) is not None
+            if words:
+                tall |= bool(newlines) and not fresh
+                between = "\n" * newlines + "\t" * tabs or (" " if space else "")
+                out.append((between if out else "") + words)
+                newlines, tabs, fresh, begun = 0, 0, False, True
+                space = not verbatim and SPACE.match(content[-1]) is not None
+        elif name == "br":
+            newlines = newlines if fresh else min(2, newlines + 1)
+        elif name in ("td", "th"):
+            if cells and cells[-1]:
+                newlines = 1 if tall else 0 if begun else newlines
+                tabs = 0 if tall else tabs + 1
+            if cells:
+                cells[-1] += 1
+            fresh, tall, child = True, False, node.first_child
+        elif not _is_hidden(node):
+            child = node.first_child
+            if name == "tr":
+                cells.append(0)
+                newlines, tabs, begun, fresh, tall = max(newlines, 1), 0, False, True, False
+            if breaks and not fresh:
+                newlines, space = max(newlines, breaks), False
+            verbatim += name in VERBATIM and child is not None
+        if child is not None:
+            node = child
+            continue
+        while node is not None:  # on to the next node, leaving those that end here
+            if (following := node.next) is not None:
+                node = following
+                break
+            node = node.parent
+            name = node.tag or "" if node is not None else ""
+            verbatim -= name in VERBATIM
+            if name in ("td", "th") and begun:
+                newlines = 0
+            elif name == "tr":
+                cells.pop()
+                tabs, fresh = 0, False
+            if (breaks := 2 if name in PARAGRAPHS else 1 if name in LINES else 0) and not fresh:
+                newlines, space = max(newlines, breaks), False
+    return "".join(out)
+
+
+def _is_hidden(node: LexborNode) -> bool:
+    if node.tag in HIDDEN:
+        return True
+    attributes = node.attributes
+    return "hidden" in attributes or bool(NO_DISPLAY.search(attributes.get("style") or ""))

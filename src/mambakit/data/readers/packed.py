@@ -1,0 +1,283 @@
+"""What is around files: gzip, bzip2, xz and zstd, and zip and tar archives.
+
+Nothing is unpacked under a name: contents go to memory, or if large to a nameless temporary file. What comes out is
+limited, in bytes and in relation to what went in, and so is what an archive can claim to have for a table of contents.
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import PurePosixPath
+from typing import IO, Any, BinaryIO, cast
+
+from ...files import UserError
+from ..documents import Unreadable
+
+MEMBER_BYTES = 2**32  # the most that comes out of one file or member
+RATIO = 200  # the most that comes out for each byte of the file, beyond FREE_BYTES
+FREE_BYTES = 2**26
+SPOOL_BYTES = 2**24  # more than this goes to disk
+READ_BYTES = 2**20
+FEED_BYTES = 2**12  # a byte may unpack to 32 KiB, and all that these bytes hold comes out at once
+TABLE_BYTES = 2**26  # the most of an archive's table of contents: over a million members
+MOST_MEMBERS = 2**20
+XZ_MEMORY_BYTES = 2**29
+ZSTD_WINDOW_BYTES = 2**31  # as `zstd --long=31` needs it
+
+COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
+ARCHIVES = (".zip", ".tar")
+ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
+
+Unpacked = tuple[str, BinaryIO] | tuple[str, str]
+Start = Callable[[], IO[bytes]]
+Member = tuple[str, str, Start]  # its name, why it is skipped, what opens it
+
+
+def is_packed(name: str) -> bool:
+    """Whether `unpack` is for a file of this name."""
+    return _suffix(name) in (*COMPRESSED, *ARCHIVES)
+
+
+def is_archive(name: str) -> bool:
+    """Whether a file of this name holds others, compressed or not."""
+    return _suffix(inner_name(name)) in ARCHIVES
+
+
+def inner_name(name: str) -> str:
+    """A compressed file's name without what says so; any other name as it is."""
+    name = _full(name)
+    return name[: -len(_suffix(name))] if _suffix(name) in COMPRESSED else name
+
+
+def unpack(stream: BinaryIO, name: str) -> Iterator[Unpacked]:
+    """What a compressed file or an archive holds, sorted by name: (name, stream), or (name, why it is skipped).
+
+    A stream can be sought in, and is open until the next is asked for. Raises Unreadable if nothing more can be had.
+    """
+    budget = _Budget(stream)
+    suffix, name = _suffix(name), inner_name(name)
+    if suffix not in COMPRESSED:
+        yield from _members(stream, suffix, budget)
+        return
+    with _spooled(_decompressed(stream, suffix), budget) as inner:
+        if is_archive(name):
+            yield from _members(inner, _suffix(name), _Budget(inner))
+        elif is_packed(name):
+            yield PurePosixPath(name).name, "compressed twice"
+        else:
+            yield PurePosixPath(name).name, inner
+
+
+class _Stream(io.RawIOBase):
+    """Blocks as a file that is read once, from beginning to end."""
+
+    def __init__(self, blocks: Iterator[bytes], budget: _Budget) -> None:
+        self._blocks, self._budget, self._left = blocks, budget, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._budget.spend(len(block))
+            self._left = block
+        part, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def stream(packed: BinaryIO, name: str) -> BinaryIO:
+    """What a compressed file holds, of any size, to be read once. Reading it raises Unreadable as `unpack` does."""
+    return cast(BinaryIO, io.BufferedReader(_Stream(_decompressed(packed, _suffix(name)), _Budget(packed)), READ_BYTES))
+
+
+def _full(name: str) -> str:
+    for short, full in SHORT.items():
+        if name.lower().endswith(short):
+            return name[: -len(short)] + full
+    return name
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(_full(name).lower()).suffix
+
+
+class _Budget:
+    """How many more bytes may come out of a file."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.left = max(FREE_BYTES, RATIO * stream.seek(0, io.SEEK_END))
+        stream.seek(0)
+
+    def spend(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise Unreadable("unpacks to too much")
+
+
+def _spooled(blocks: Iterator[bytes], budget: _Budget) -> BinaryIO:
+    """Blocks as a file, to be closed by the caller."""
+    spool: BinaryIO = io.BytesIO()
+    try:
+        for block in blocks:
+            budget.spend(len(block))
+            size = spool.tell() + len(block)
+            if size > MEMBER_BYTES:
+                raise Unreadable("unpacks to too much")
+            if size > SPOOL_BYTES and isinstance(spool, io.BytesIO):
+                on_disk = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
+                on_disk.write(spool.getbuffer())
+                spool = on_disk
+            spool.write(block)
+        spool.seek(0)
+    except BaseException:
+        spool.close()
+        raise
+    return spool
+
+
+def _decompressed(stream: BinaryIO, suffix: str) -> Iterator[bytes]:
+    """All streams of a compressed file, one after the other; zeros between and behind them are padding."""
+    start = _decompressor(suffix)
+    machine: Any = None
+    rest = b""
+    while block := rest or stream.read(FEED_BYTES):
+        rest = b""
+        if machine is None:
+            block = block.lstrip(b"\0")
+            if not block:
+                continue
+            machine = start()
+        try:
+            out = machine.decompress(block)
+        except Exception:  # each library has its own, and MemoryError
+            raise Unreadable(f"broken {COMPRESSED[suffix]}") from None
+        yield out
+        if machine.eof:
+            rest = machine.unused_data
+            machine = None
+    if machine is not None:
+        raise Unreadable(f"broken {COMPRESSED[suffix]}")
+
+
+def _decompressor(suffix: str) -> Callable[[], Any]:
+    if suffix == ".gz":
+        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # with gzip's header and checksum
+    if suffix == ".bz2":
+        return bz2.BZ2Decompressor
+    if suffix == ".xz":
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError("reading .zst files needs zstandard: pip install 'mambakit[documents]'") from None
+    return lambda: zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
+
+
+class _Careful:
+    """A stream for zipfile and tarfile, which read as much at once as an archive tells them to."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        return self.stream.read(min(size, TABLE_BYTES) if size >= 0 else TABLE_BYTES)  # short, as if the file ended
+
+
+def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacked]:
+    """The members of an archive. Those whose name begins with a dot, or lies below such a name, are passed over."""
+    careful = cast(BinaryIO, _Careful(stream))
+    found = _list_zip(careful) if suffix == ".zip" else _list_tar(careful)
+    for name, reason, start in sorted(found, key=lambda member: member[0]):
+        if reason or is_archive(name):
+            yield name, reason or "an archive inside an archive"
+            continue
+        try:
+            inner = _spooled(_blocks(start), budget)
+            if (packed := _suffix(name)) in COMPRESSED:
+                with inner as outer:
+                    inner = _spooled(_decompressed(outer, packed), budget)
+        except Unreadable as problem:
+            if budget.left < 0:
+                raise
+            yield name, str(problem)
+            continue
+        with inner:
+            yield inner_name(name), inner
+
+
+def _blocks(start: Start) -> Iterator[bytes]:
+    try:
+        with start() as member:
+            while block := member.read(READ_BYTES):
+                yield block
+    except Unreadable:
+        raise
+    except Exception:  # for bytes that are wrong, zipfile and tarfile raise whatever comes
+        raise Unreadable("broken archive") from None
+
+
+def _clean(name: str) -> str:
+    """A member's name as it is shown: nothing but names of folders and a file. Empty if it is hidden."""
+    parts = [part for part in name.encode("utf-8", "replace").decode().split("/") if part not in ("", ".", "..")]
+    return "" if any(part.startswith(".") or part == "__MACOSX" for part in parts) else "/".join(parts)
+
+
+def _list_zip(stream: BinaryIO) -> list[Member]:
+    found: list[Member] = []
+    try:
+        archive = zipfile.ZipFile(stream)
+        members = archive.infolist()
+    except Exception:
+        raise Unreadable("broken archive") from None
+    for member in members:
+        if member.filename.endswith("/") or not (name := _clean(member.filename)):
+            continue
+        reason = ""
+        if member.flag_bits & 1:
+            reason = "encrypted"
+        elif member.compress_type not in ZIP_METHODS:
+            reason = "unknown compression"
+        elif (member.external_attr >> 16) & 0o170000 == 0o120000:
+            reason = "a link"
+        found.append((name, reason, partial(archive.open, member)))
+    return found
+
+
+def _list_tar(stream: BinaryIO) -> list[Member]:
+    found: list[Member] = []
+    num_members = 0
+    try:
+        archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115
+        for member in archive:
+            num_members += 1
+            if num_members > MOST_MEMBERS:
+                raise Unreadable("too many members")
+            if member.isdir() or not (name := _clean(member.name)):
+                continue
+            reason = ""
+            if member.issym() or member.islnk():
+                reason = "a link"
+            elif not member.isreg():
+                reason = "not a file"
+            found.append((name, reason, cast(Start, partial(archive.extractfile, member))))
+    except Unreadable:
+        raise
+    except Exception:
+        raise Unreadable("broken archive") from None
+    return found

@@ -1,0 +1,391 @@
+"""Records: JSON Lines, JSON, CSV, Parquet and Arrow, record by record.
+
+A record becomes a document, by the first of these that it has:
+- what the caller asks for: a column, or a template such as "{title}\\n\\n{text}";
+- `messages` or `conversations`, a chat. Each turn is written as "<|role|>\\nwhat was said\\n", and only what the
+  assistant says, with the newline that ends it, is learned;
+- `prompt` and `completion`, one after the other as they are, of which the completion is learned;
+- `text`, else `content`, else the only column with words in it.
+
+A record that cannot be used is passed over, and `note` is told why. A file that has no other is Unreadable.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, TypeGuard
+
+from ...files import UserError
+from ..documents import Part, Unreadable
+from . import text
+
+LONGEST_RECORD = 2**26  # characters
+LARGEST_JSON = 2**28  # bytes
+BROKEN_LINES = 10  # so many at the beginning, and a file is not JSON Lines
+BATCH_ROWS = 256
+COLUMNS = ("text", "content")
+CHATS = ("messages", "conversations")
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+DELIMITERS = ",;\t|"
+
+Note = Callable[[str], None]
+
+
+class Number(str):
+    """A number of JSON as it is written: no digit is lost, and no hundred million of them are computed with."""
+
+
+DECODER = json.JSONDecoder(parse_float=Number, parse_int=Number, parse_constant=Number)
+SPACE = re.compile(r"[ \t\r\n]*")
+SURROGATE = re.compile("[\ud800-\udfff]")
+PLACE = re.compile(r"\{([^{}]+)\}")
+
+
+def _silent(reason: str) -> None:
+    pass
+
+
+def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """JSON Lines: an object or a string on each line."""
+    return rows(_json_lines(stream), text_column, note)
+
+
+def json_(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """JSON: a list of objects or strings, which are a document each, or one alone. JSON Lines may have this name."""
+    return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
+
+
+def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """CSV with a header row. The delimiter is the one that the header has most of."""
+    return rows(_table(stream, DELIMITERS), text_column, note)
+
+
+def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """Tab-separated values with a header row; quotes are those of CSV."""
+    return rows(_table(stream, "\t"), text_column, note)
+
+
+def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """Parquet, some rows at a time, of which only the columns that hold the text are read."""
+    return rows(_parquet(stream, text_column), text_column, note)
+
+
+def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """Arrow's file format, which Feather is too, and its stream format, batch by batch."""
+    return rows(_arrow(stream), text_column, note)
+
+
+# A record, or why there is none.
+Records = Iterator[Any | Unreadable]
+
+
+def rows(records: Records, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+    """The documents in records, wherever those come from."""
+    reason = "empty"
+    found = False
+    for record in records:
+        try:
+            if isinstance(record, Unreadable):
+                raise record
+            parts = _parts(record, text_column)
+        except Unreadable as problem:
+            reason = str(problem)
+            note(reason)
+            continue
+        found = True
+        yield from parts
+    if not found:
+        raise Unreadable(reason)
+
+
+def _parts(record: Any, text_column: str | None) -> list[Part]:
+    """The document in a record."""
+    if _is_text(record):
+        record = {"text": record}
+    if not isinstance(record, dict):
+        raise Unreadable("no text column")
+    if text_column is not None:
+        return [Part(_filled(record, text_column))]
+    for name in CHATS:
+        if isinstance(record.get(name), list):
+            return _chat(record[name])
+    if _is_text(record.get("prompt")) and _is_text(record.get("completion")):
+        prompt, completion = _clean(record["prompt"]), _written(record["completion"])
+        return [Part(prompt, learn=False, ends=False), Part(completion)] if prompt else [Part(completion)]
+    for name in COLUMNS:
+        if _is_text(record.get(name)):
+            return [Part(_written(record[name]))]
+    words = [value for value in record.values() if _is_text(value) and not _is_number(value)]
+    if len(words) != 1:
+        raise Unreadable("no text column")
+    return [Part(_written(words[0]))]
+
+
+def _filled(record: dict[str, Any], text_column: str) -> str:
+    """A column, or a template with columns in it."""
+
+    def value(name: str) -> str:
+        found = record.get(name, False)
+        if isinstance(found, str | int | float) and not isinstance(found, bool):
+            return str(found)
+        if found is None:
+            return ""
+        raise Unreadable(f"no column {name}")
+
+    if PLACE.search(text_column):
+        return _written(PLACE.sub(lambda place: value(place[1]), text_column))
+    return _written(value(text_column))
+
+
+def _chat(turns: list[Any]) -> list[Part]:
+    """Turns of {role, content} or {from, value}, as parts that are learned and not learned in alternation."""
+    pieces: list[tuple[str, bool]] = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise Unreadable("broken chat")
+        role, said = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if isinstance(said, list):  # of texts, images and the like
+            said = "".join(str(item.get("text") or "") for item in said if isinstance(item, dict))
+        if not _is_text(role) or not (said is None or _is_text(said)):
+            raise Unreadable("broken chat")
+        role = ROLES.get(role.lower(), role.lower())
+        if said:
+            pieces += [(f"<|{role}|>\n", False), (f"{said}\n", role == "assistant")]
+    parts: list[Part] = []
+    for piece, learn in pieces:
+        before = parts.pop().text if parts and parts[-1].learn == learn else ""
+        parts.append(Part(before + _clean(piece), learn, ends=False))
+    if not any(part.learn for part in parts):
+        raise Unreadable("a chat without an answer")
+    return [*parts[:-1], Part(parts[-1].text, parts[-1].learn)]
+
+
+def _written(words: str) -> str:
+    words = _clean(words)
+    if not words or words.isspace():
+        raise Unreadable("empty")
+    return words
+
+
+def _clean(words: str) -> str:
+    """Text as data/readers/text.py gives it: newlines are \\n, there is no NUL and no half of a character."""
+    words = words.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    return words if words.isascii() else SURROGATE.sub("\ufffd", words)
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and not isinstance(value, Number)
+
+
+def _is_number(value: str) -> bool:
+    if len(value) > 40:
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return not value.strip()
+    return True
+
+
+def _json_lines(stream: BinaryIO) -> Records:
+    broken: int | None = 0  # None once a line was good
+    for line in _lines(stream):
+        if line.isspace():
+            continue
+        record = _parsed(line)
+        if not isinstance(record, Unreadable):
+            broken = None
+        elif broken is not None:
+            broken += 1
+            if broken == BROKEN_LINES:
+                raise record
+        yield record
+
+
+def _parsed(line: str) -> Any | Unreadable:
+    if line.count("\ufffd") * 20 > len(line):
+        return Unreadable("not UTF-8")
+    try:
+        return DECODER.decode(line)
+    except RecursionError:
+        return Unreadable("nested too deep")
+    except ValueError:
+        return Unreadable("broken JSON")
+
+
+def _lines(stream: BinaryIO) -> Iterator[str]:
+    """Lines in UTF-8, or UTF-16 or UTF-32 by the first bytes. Wrong bytes become U+FFFD: a line is lost, not a file."""
+    stream.seek(0)
+    encoding = json.detect_encoding(stream.read(4))
+    stream.seek(0)
+    wrapper = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
+    try:
+        while line := wrapper.readline(LONGEST_RECORD + 1):
+            if len(line) > LONGEST_RECORD:
+                raise Unreadable("a line too long")
+            yield line
+    finally:
+        wrapper.detach()
+
+
+def _has_lines(stream: BinaryIO) -> bool:
+    """Whether the first line is an object, and not all of the file."""
+    stream.seek(0)
+    line = stream.readline(LONGEST_RECORD)
+    if not line.lstrip(b"\xef\xbb\xbf").startswith(b"{") or not stream.read(1):
+        return False
+    return isinstance(_parsed(line.decode("utf-8-sig", "replace")), dict)
+
+
+def _json_values(stream: BinaryIO) -> Records:
+    """The value in a file; if it is a list, its values, of which one is in memory at a time."""
+    stream.seek(0)
+    data = stream.read(LARGEST_JSON + 1)
+    if len(data) > LARGEST_JSON:
+        raise Unreadable("too large")
+    whole = data.decode(json.detect_encoding(data), "replace")
+    del data
+    if whole.count("\ufffd") * 20 > len(whole):
+        raise Unreadable("not UTF-8")
+    at = _skip_space(whole, 0)
+    if at == len(whole):
+        raise Unreadable("empty")
+    is_list = whole[at] == "["
+    if is_list and whole[_skip_space(whole, at + 1) :][:1] == "]":
+        raise Unreadable("empty")
+    more = True
+    while more:
+        try:
+            value, at = DECODER.raw_decode(whole, _skip_space(whole, at + is_list))
+        except RecursionError:
+            raise Unreadable("nested too deep") from None
+        except ValueError:
+            raise Unreadable("broken JSON") from None
+        yield value
+        at = _skip_space(whole, at)
+        more = is_list and whole[at : at + 1] == ","
+    if whole[at : at + 1] != ("]" if is_list else ""):
+        raise Unreadable("broken JSON")
+
+
+def _skip_space(whole: str, at: int) -> int:
+    match = SPACE.match(whole, at)
+    return match.end() if match else at
+
+
+def _table(stream: BinaryIO, delimiters: str) -> Records:
+    """Rows as records, by the names in the first."""
+    csv.field_size_limit(LONGEST_RECORD)  # of the whole process; the default cuts off long documents
+    fed = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal fed
+        for line in _split(part.text for part in text.read(stream)):
+            fed += len(line)
+            if fed > LONGEST_RECORD:
+                raise Unreadable("a line too long")  # most often a quote that is never closed
+            yield line
+
+    source = lines()
+    first = next(source)
+    delimiter = max(delimiters, key=first.count)  # the first of those it has as often
+    table = csv.reader(_chain(first, source), delimiter=delimiter)
+    names: list[str] | None = None
+    try:
+        for row in table:
+            fed = 0
+            if names is None:
+                names = [name.strip() for name in row]
+            elif len(row) > len(names):
+                yield Unreadable("a row with too many columns")
+            elif row:
+                yield dict(zip(names, row, strict=False))
+    except csv.Error:
+        raise Unreadable("broken CSV") from None
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _split(pieces: Iterable[str]) -> Iterator[str]:
+    """Lines, with their ends, from pieces that were cut anywhere."""
+    held: list[str] = []
+    size = 0
+    for piece in pieces:
+        *lines, rest = piece.split("\n")
+        for line in lines:
+            yield "".join((*held, line, "\n"))
+            held, size = [], 0
+        held.append(rest)
+        size += len(rest)
+        if size > LONGEST_RECORD:
+            raise Unreadable("a line too long")
+    if size:
+        yield "".join(held)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("reading Parquet and Arrow files needs pyarrow: pip install 'mambakit[datasets]'") from None
+    return pyarrow
+
+
+def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
+    pyarrow = _pyarrow()
+    stream.seek(0)
+    try:
+        file = pyarrow.parquet.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
+        columns = _columns(file.schema_arrow.names, text_column)
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+            yield from _batch(batch)
+    except Unreadable:
+        raise
+    except Exception:  # pyarrow raises many kinds, OSError among them
+        raise Unreadable("broken Parquet") from None
+
+
+def _columns(names: list[str], text_column: str | None) -> list[str] | None:
+    """The columns that decide what a record's text is; None for all."""
+    if text_column is not None:
+        wanted = PLACE.findall(text_column) or [text_column]
+    else:
+        chats = [name for name in CHATS if name in names]
+        wanted = [*chats, *(name for name in ("prompt", "completion", *COLUMNS) if name in names)]
+    kept = [name for name in wanted if name in names and "." not in name]
+    return kept or None
+
+
+def _arrow(stream: BinaryIO) -> Records:
+    pyarrow = _pyarrow()
+    stream.seek(0)
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    try:
+        if is_file:
+            file = pyarrow.ipc.open_file(stream)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        else:
+            batches = iter(pyarrow.ipc.open_stream(stream))
+        for batch in batches:
+            batch.validate(full=True)  # else offsets that lead elsewhere are followed
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield from _batch(batch.slice(start, BATCH_ROWS))
+    except Unreadable:
+        raise
+    except Exception:
+        raise Unreadable("broken Arrow") from None
+
+
+def _batch(batch: Any) -> list[Any]:
+    records: list[Any] = batch.to_pylist()
+    return records

@@ -1,0 +1,208 @@
+"""XML: its text in the order of the file. An element that has text of its own is a line, with what is inside it; one
+that only has elements is as many lines as they are.
+
+`events` is how all XML is read here: no tree, no entities of the document's own, nothing from outside, bounded depth.
+"""
+
+from __future__ import annotations
+
+import codecs
+import html.entities
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import BinaryIO, NamedTuple
+
+from ...files import UserError
+from ..documents import Part, Unreadable
+from .html import BOMS, CONTROLS, DECLARED, DECLARED_WITHIN, SPACE, codec_of
+
+LARGEST_TEXT = 2**28  # characters of a document
+LARGEST_ELEMENT = 2**25  # bytes, about, of text that has to stay together
+PART_SIZE = 2**20  # characters, about
+READ_BYTES = 2**16
+OVERHEAD = 64  # bytes that Python takes for a string, about
+DEEPEST = 1000  # elements inside each other
+LARGEST_TOKEN = 64  # characters of a reference to a sign
+
+REFERENCE = re.compile(r"&([a-zA-Z][a-zA-Z0-9]*);")
+ENTITIES = re.compile(r"<!DOCTYPE[^>\[]*\[[^\]]*<!ENTITY")
+OWN = {"amp", "lt", "gt", "quot", "apos"}  # XML's own, which the parser knows
+
+
+class Event(NamedTuple):
+    """What the parser met: "start" and "end" of an element with its tag, as "{namespace}name", or "text"."""
+
+    kind: str
+    value: str
+    attributes: Mapping[str, str] = MappingProxyType({})
+
+
+class _Events(list[Event]):
+    """What lxml calls while it parses."""
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self.append(Event("start", tag, dict(attributes)))
+
+    def end(self, tag: str) -> None:
+        self.append(Event("end", tag))
+
+    def data(self, text: str) -> None:
+        self.append(Event("text", text))
+
+    def close(self) -> None:
+        pass
+
+
+def events(stream: BinaryIO) -> Iterator[Event]:
+    """An XML file, event by event. Raises Unreadable for what is broken, nested too deep, or defines entities."""
+    try:
+        from lxml import etree
+    except ImportError:
+        raise UserError("reading XML needs lxml: pip install 'mambakit[documents]'") from None
+    met = _Events()
+    parser = etree.XMLParser(
+        target=met, encoding="utf-8", resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False
+    )
+    depth, reason = 0, ""
+    for number, block in enumerate(itertools.chain(_blocks(stream), [""])):
+        if number == 0 and ENTITIES.search(block):
+            raise Unreadable("entities inside XML")
+        try:
+            if block:
+                parser.feed(block.encode("utf-8", "replace"))
+            else:
+                parser.close()
+        except (etree.LxmlError, ValueError):
+            reason = "broken XML"
+        for event in met:
+            depth += (event.kind == "start") - (event.kind == "end")
+            if depth > DEEPEST:
+                raise Unreadable("nested too deep")
+            yield event
+        met.clear()
+        if reason:
+            raise Unreadable(reason)
+
+
+def _blocks(stream: BinaryIO) -> Iterator[str]:
+    """The file decoded, with HTML's names of signs written out: without a DTD, the parser would drop or refuse them."""
+    data = stream.read(READ_BYTES)
+    name, skip = _encoding(data)
+    decoder = codecs.getincrementaldecoder(name)("replace")
+    text, ends = decoder.decode(data[skip:]).lstrip(), False
+    while not ends:
+        data = stream.read(READ_BYTES)
+        ends = not data
+        text += decoder.decode(data, final=ends)
+        cut = len(text)
+        if not ends and (at := text.rfind("&", -LARGEST_TOKEN)) >= 0:
+            cut = at  # it may go on in the next block
+        if cut:
+            yield CONTROLS.sub("", REFERENCE.sub(_sign, text[:cut]))
+        text = text[cut:]
+
+
+def _encoding(data: bytes) -> tuple[str, int]:
+    """The codec of a file that begins so, and how long its byte-order mark is."""
+    for bom, name in BOMS:
+        if data.startswith(bom):
+            return name, len(bom)
+    for name in ("utf-16-le", "utf-16-be"):
+        if data.startswith("<".encode(name)):
+            return name, 0
+    declared = DECLARED.search(data, 0, DECLARED_WITHIN)
+    return (codec_of(declared[1].decode("ascii", "replace")) if declared else "") or "utf-8", 0
+
+
+def _sign(match: re.Match[str]) -> str:
+    code = html.entities.name2codepoint.get(match[1])
+    return match[0] if code is None or match[1] in OWN else chr(code)
+
+
+@dataclass
+class _Open:
+    """An element that has not ended: its text, and the lines of each element inside it."""
+
+    inside: list[str | list[str]] = field(default_factory=list)
+    is_line: bool = False
+
+    def meets_element(self) -> None:
+        """Spaces between two elements on one line of the file: they are parts of one line."""
+        spaces = ""
+        for each in reversed(self.inside):
+            if isinstance(each, list):
+                self.is_line |= bool(spaces) and "\n" not in spaces
+                break
+            spaces += each
+
+    def lines(self) -> list[str]:
+        lines, line = [], ""
+        for each in self.inside:
+            if isinstance(each, str):
+                line += each
+            elif self.is_line and len(each) == 1:
+                line += each[0]
+            else:
+                lines += [line, *each]
+                line = ""
+        return [line for each in [*lines, line] if (line := SPACE.sub(" ", each).strip())]
+
+    def size(self) -> int:
+        texts = (text for each in self.inside for text in ([each] if isinstance(each, str) else each))
+        return sum(len(text) + OVERHEAD for text in texts)
+
+
+def read(stream: BinaryIO) -> Iterator[Part]:
+    """A document for a file, in parts."""
+    return parts(_lines(stream))
+
+
+def _lines(stream: BinaryIO) -> Iterator[str]:
+    opened = [_Open()]
+    held = tried = 0  # bytes, about, that wait for an element to end; those that waited when we last looked
+    for event in events(stream):
+        if event.kind == "text":
+            opened[-1].inside.append(event.value)
+            opened[-1].is_line |= not event.value.isspace()
+            held += len(event.value) + OVERHEAD
+        elif event.kind == "start":
+            opened[-1].meets_element()
+            opened.append(_Open())
+        elif lines := opened.pop().lines():
+            opened[-1].inside.append(lines)
+        if held > LARGEST_ELEMENT:
+            raise Unreadable("too large")
+        if held - tried > PART_SIZE:
+            for element in itertools.takewhile(lambda element: not element.is_line, opened):
+                yield from element.lines()
+                element.inside = []
+            held = tried = sum(element.size() for element in opened)
+    yield from opened[0].lines()
+
+
+def parts(lines: Iterable[str]) -> Iterator[Part]:
+    """A document of such lines, in parts of about a megabyte, with no more than one blank line between two others."""
+    last, waiting, held, size = "", [""], 0, 0
+    for line in lines:
+        if not line and not waiting[-1]:
+            continue
+        waiting.append(line)
+        held += len(line) + OVERHEAD
+        if held > PART_SIZE:
+            if last:
+                yield Part(last, ends=False)
+            last = "\n".join(waiting[1:]) + "\n"
+            size += len(last)
+            if size > LARGEST_TEXT:
+                raise Unreadable("too large")
+            waiting, held = [line], 0
+    if rest := "\n".join(waiting[1:]):
+        if last:
+            yield Part(last, ends=False)
+        last = rest
+    if not last.strip():
+        raise Unreadable("no text")
+    yield Part(last.rstrip())

@@ -1,0 +1,242 @@
+"""Tasks: the work of preparing text, cut so that each part can be done, lost and done again by itself.
+
+A task is some files of a source. What it writes depends on those files and the settings alone, so the parts of many
+machines, put together in order, are what one machine would have written. A task is named by all that goes into it: one
+that is done is not done again, and one whose files have changed is another task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ..files import UserError, read_json, sync, write_json
+from .documents import Part, Unreadable
+from .holding_out import FEW, Piece, draws, limit_of, pieces
+from .reading import Reading, Unit
+from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
+from .sources import Skipped
+from .tokenize import Encoder, encode_all, end_of
+
+TASK_BYTES = 2**26  # of files
+MOST_FILES = 4096
+REPORT = "task.json"
+SMALL_BYTES = 2**24  # a source up to here is read once more, to hold out something of it for certain
+
+
+@dataclass
+class Source:
+    """A source: its files, and those that were passed over already."""
+
+    name: str
+    files: list[Unit] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    limit: float = 0.0  # draws below are held out
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def by_block(self, file: Unit, reading: Reading, val_fraction: float) -> bool:
+        """Whether blocks of a file are held out, and not the whole of it."""
+        return 0 < len(self.files) * val_fraction < FEW and not reading.has_records(file)
+
+    def choose_limit(self, reading: Reading, val_fraction: float) -> None:
+        self.limit = val_fraction
+        if val_fraction and self.num_bytes <= SMALL_BYTES:
+            self.limit = limit_of(self._draws(reading, val_fraction), val_fraction)
+
+    def _draws(self, reading: Reading, val_fraction: float) -> Iterator[float]:
+        for file in self.files:
+            with contextlib.suppress(Unreadable):
+                yield from draws(
+                    reading.parts(file), file.name,
+                    by_block=self.by_block(file, reading, val_fraction), has_records=reading.has_records(file),
+                )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the tokens of a task depend on, besides its files."""
+
+    version: str
+    tokenizer: str  # as JSON
+    layout: str
+    val_fraction: float
+    reading: Reading
+
+    @property
+    def digest(self) -> str:
+        own = {suffix: f"{reader.__module__}.{reader.__qualname__}" for suffix, reader in self.reading.own.items()}
+        known = [self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, own]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some files of a source, in order."""
+
+    source: Source
+    files: tuple[Unit, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def key(self, settings: Settings) -> str:
+        seen = hashlib.sha256(settings.digest.encode())
+        seen.update(repr((self.source.limit, 0 < len(self.source.files) * settings.val_fraction < FEW)).encode())
+        for file in self.files:
+            seen.update(repr((file.name, file.stamp)).encode(errors="surrogateescape"))
+        return seen.hexdigest()[:32]
+
+    def pieces(
+        self, settings: Settings, skip: Callable[[Unit, str], None], note: Callable[[str], None] = lambda _: None,
+        workers: int = 1,
+    ) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
+        """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside."""
+        reading = settings.reading
+        for file, found in reading.parts_of_all(self.files, workers, note):
+            parts = _heard(found, file, skip)
+            by_block = self.source.by_block(file, reading, settings.val_fraction)
+            has_records = reading.has_records(file)
+            yield from pieces(parts, file.name, self.source.limit, by_block=by_block, has_records=has_records)
+
+
+def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None]) -> Iterator[Part]:
+    try:
+        found = False
+        for part in parts:
+            found = found or bool(part.text)
+            yield part
+        if not found:
+            skip(file, "empty")
+    except Unreadable as reason:
+        skip(file, str(reason))
+
+
+def cut(sources: Sequence[Source]) -> list[Task]:
+    """All tasks, in order. A file's name may end a task early, so that a new file changes few of them."""
+    tasks = []
+    for source in sources:
+        files: list[Unit] = []
+        size = 0
+        for file in source.files:
+            files.append(file)
+            size += file.size
+            marks = hashlib.blake2b(file.name.encode(errors="surrogateescape"), digest_size=1).digest()[0] < 32
+            if size >= TASK_BYTES or len(files) >= MOST_FILES or (marks and size >= TASK_BYTES // 4):
+                tasks.append(Task(source, tuple(files)))
+                files, size = [], 0
+        if files:
+            tasks.append(Task(source, tuple(files)))
+    return tasks
+
+
+def run(
+    task: Task, settings: Settings, tokenizer: Tokenizer, folder: Path, workers: int, strict: bool,
+    advance: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Write a task's tokens and counts to `folder`, which appears only when it is whole."""
+    layout = LAYOUTS[settings.layout]
+    skipped: list[list[str]] = []
+    notes: Counter[str] = Counter()
+    kinds: Counter[str] = Counter(settings.reading.kind_of(file) for file in task.files)
+
+    def skip(file: Unit, reason: str) -> None:
+        if strict:
+            raise UserError(f"{file.path} cannot be read ({reason}), and --strict was given")
+        skipped.append([file.name, reason])
+        kinds[settings.reading.kind_of(file)] -= 1
+
+    beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        found = task.pieces(settings, skip, lambda reason: notes.update([reason]), workers)
+        counts = _write(found, tokenizer, layout, beside, workers, advance)
+        write_json(
+            beside / REPORT,
+            {
+                "counts": {split: count.model_dump() for split, count in counts.items()},
+                "skipped": skipped,
+                "notes": dict(sorted(notes.items())),
+                "kinds": dict(sorted((kind, count) for kind, count in kinds.items() if count)),
+            },
+        )
+        for path in beside.iterdir():
+            sync(path)
+        with contextlib.suppress(OSError):  # another process was faster, with the same bytes
+            beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write(
+    found: Iterable[tuple[Piece, bytes]], tokenizer: Tokenizer, layout: Layout, folder: Path, workers: int,
+    advance: Callable[[int], None],
+) -> dict[str, SplitCounts]:  # fmt: skip
+    end = end_of(tokenizer)
+    counts = {split: Counter[str]() for split in SPLITS}
+    position = 0
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+        for piece, encoded in encode_all(Encoder(tokenizer), found, workers):
+            count = counts[piece.split]
+            if piece.starts:
+                position = 0
+            tokens = encoded.tokens
+            if piece.ends and position + len(tokens):
+                tokens = np.append(tokens, end)
+            if len(tokens):
+                is_first = position == 0
+                packed = layout.pack(tokens, position, starts_document=is_first, learn=piece.learn)
+                files[piece.split].write(packed.tobytes())
+                count["documents"] += is_first
+                count["tokens"] += len(tokens)
+                count["targets"] += int(layout.is_target(packed).sum())
+                position += len(tokens)
+            count["bytes"] += encoded.num_bytes
+            count["words"] += encoded.num_words
+            advance(encoded.num_bytes)
+    return {split: SplitCounts(**count) for split, count in counts.items()}
+
+
+@dataclass
+class Merged:
+    """What all tasks of a source came to."""
+
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: {split: Counter() for split in SPLITS})
+    kinds: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    skipped: list[list[str]] = field(default_factory=list)
+
+
+def merge(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Merged]:
+    """Put the tokens of all tasks together, in order; what each source came to, by its name."""
+    sources: dict[str, Merged] = {}
+    for task, folder in zip(tasks, folders, strict=True):
+        merged = sources.setdefault(task.source.name, Merged())
+        report: dict[str, Any] = read_json(folder / REPORT)
+        for split, writer in writers.items():
+            _copy(folder / f"{split}.bin", writer)
+            merged.counts[split].update(report["counts"][split])
+        merged.kinds.update(report["kinds"])
+        merged.notes.update(report["notes"])
+        merged.skipped += report["skipped"]
+    return sources
+
+
+def _copy(path: Path, writer: ShardWriter, block_tokens: int = 2**20) -> None:
+    with path.open("rb") as stream:
+        while data := stream.read(block_tokens * writer.layout.dtype.itemsize):
+            writer.write(np.frombuffer(data, writer.layout.dtype))

@@ -1,0 +1,190 @@
+"""Work in parts: by several machines, after a kill, after a change; and sources of many kinds in one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mambakit.cli import main
+from mambakit.data import tasks
+from mambakit.data.cluster import slurm_script
+from mambakit.data.prepare import documents, prepare, prepare_part
+from mambakit.data.shards import LAYOUTS, TokenStream
+from mambakit.files import UserError
+
+from . import cases
+
+OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "val_fraction": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "TASK_BYTES", 2000)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The files of each task that is done."""
+    seen: list[tuple[str, ...]] = []
+    run = tasks.run
+
+    def recorded(task: tasks.Task, *arguments: Any) -> None:
+        seen.append(tuple(file.name for file in task.files))
+        run(task, *arguments)
+
+    monkeypatch.setattr(tasks, "run", recorded)
+    return seen
+
+
+def _texts(folder: Path, count: int = 30) -> Path:
+    return cases.write_texts(folder, {f"{i:02d}": f"document {i}\n" * (10 + i) for i in range(count)})
+
+
+def _stop_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mambakit.data.tasks.merge", stop)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 50])
+def test_parts_of_many_machines_are_what_one_would_have_made(tmp_path: Path, parts: int) -> None:
+    source = _texts(tmp_path / "texts")
+    prepare([source], tmp_path / "one", tokenizer="train:300")
+    for part in reversed(range(parts)):
+        prepare_part(part, parts, [source], tmp_path / "many", tokenizer="train:300")
+    prepare([source], tmp_path / "many", tokenizer="train:300")
+    assert cases.contents(tmp_path / "many") == cases.contents(tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == ["many", "one", "texts"]
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _texts(tmp_path / "texts")
+    with monkeypatch.context() as patched:
+        _stop_before_the_end(patched)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([source], tmp_path / "shards", **OPTIONS)
+    done = len(runs)
+    assert done > 3
+    prepare([source], tmp_path / "shards", **OPTIONS)
+    assert len(runs) == done
+
+
+@pytest.mark.parametrize("change", ["write", "add", "remove"])
+def test_a_change_is_noticed_and_costs_little(
+    tmp_path: Path, runs: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    source = _texts(tmp_path / "texts", 150)
+    with monkeypatch.context() as patched:
+        _stop_before_the_end(patched)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([source], tmp_path / "shards", **OPTIONS)
+    done = len(runs)
+    if change == "write":
+        (source / "75").write_text("something else")
+    elif change == "add":
+        (source / "75x").write_text("one more\n" * 30)
+    else:
+        (source / "75").unlink()
+    prepare([source], tmp_path / "shards", **OPTIONS)
+    again = runs[done:]
+    assert done > 50 and 0 < len(again) < 10
+    assert all(any(name >= "70" for name in names) for names in again)
+    prepare([source], tmp_path / "expected", **OPTIONS)
+    assert cases.contents(tmp_path / "shards") == cases.contents(tmp_path / "expected")
+
+
+def test_parts_that_do_not_exist_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="task 3/3 does not exist; need I/N with I from 0 to N-1"):
+        prepare_part(3, 3, [tmp_path], tmp_path / "shards")
+    assert main(["prepare", str(tmp_path), "--out", str(tmp_path / "shards"), "--task", "1"]) == 2
+    assert "--task 1: need I/N, such as 0/8" in capsys.readouterr().err
+
+
+def test_the_script_for_a_cluster_says_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "my shards"
+    flags = ["--tokenizer", "bytes", "--strict", "--text-column", "{title}\\n{text}"]
+    assert main(["prepare", str(tmp_path / "a b"), "hf:name@train", "--out", str(out), "--sbatch", "4", *flags]) == 0
+    script = Path(capsys.readouterr().out.split(maxsplit=1)[1].strip())
+    text = script.read_text()
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    assert "--array=0-3 " in text and "--task $SLURM_ARRAY_TASK_ID/4" in text and "afterok:" in text
+    assert f"'\"'\"'{tmp_path}/a b'\"'\"' hf:name@train --out '\"'\"'{out}'\"'\"' --tokenizer bytes" in text
+    assert "--strict" in text and "{title}\\n{text}" in text
+    with pytest.raises(UserError, match="--sbatch 0: need a number of parts"):
+        slurm_script(["a"], out, [], 0)
+
+
+def _lines(folder: Path, name: str, records: Iterable[object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return folder
+
+
+def _split(folder: Path, split: str = "train") -> tuple[bytes, np.ndarray[Any, Any]]:
+    """The text of a split made of bytes, and which of its tokens count."""
+    stream = TokenStream(folder, split)
+    packed = stream.read(0, len(stream))
+    tokens = LAYOUTS["packed32"].tokens(packed)
+    return bytes(np.where(tokens == 256, ord("|"), tokens).astype(np.uint8)), LAYOUTS["packed32"].is_target(packed)
+
+
+def test_only_completions_are_learned(tmp_path: Path) -> None:
+    source = _lines(
+        tmp_path / "texts", "a.jsonl", [{"prompt": "ask ", "completion": "yes"}, {"prompt": "q", "completion": "no"}]
+    )
+    index = prepare([source], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    text, counts = _split(tmp_path / "shards")
+    assert text == b"ask yes|qno|"
+    assert bytes(np.frombuffer(text, np.uint8)[counts]) == b"yes|no|"
+    assert index.counts["train"].targets == 7
+
+
+def test_records_are_documents_and_some_are_held_out(tmp_path: Path) -> None:
+    source = _lines(tmp_path / "texts", "a.jsonl", [{"title": f"t{i}", "text": f"x{i}"} for i in range(100)])
+    index = prepare([source], tmp_path / "shards", text_column="{title}: {text}", **OPTIONS)
+    texts = sorted(b"".join(_split(tmp_path / "shards", split)[0] for split in ("train", "val")).split(b"|")[:-1])
+    assert texts == sorted(f"t{i}: x{i}".encode() for i in range(100))
+    assert 3 < index.counts["val"].documents < 25
+    few = _lines(tmp_path / "few", "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    assert prepare([few], tmp_path / "two", **OPTIONS).counts["val"].documents == 1
+
+
+def test_a_format_of_ones_own_is_a_function(tmp_path: Path) -> None:
+    source = cases.write_texts(tmp_path / "texts", {"a.log": "one;two", "b.txt": "plain"})
+    read: Callable[[Path], Iterable[str]] = lambda path: path.read_text().split(";")  # noqa: E731
+    prepare([source], tmp_path / "shards", tokenizer="bytes", val_fraction=0, readers={".log": read})
+    assert _split(tmp_path / "shards")[0] == b"one|two|plain|"
+    assert list(documents([source], readers={".log": read})) == [("a.log", "one"), ("a.log", "two"), ("b.txt", "plain")]
+    with pytest.raises(UserError, match=r"readers\['log'\]: need a suffix such as"):
+        prepare([source], tmp_path / "other", readers={"log": read})
+
+
+def test_tables_and_settings_without_text_are_read_as_they_stand(tmp_path: Path) -> None:
+    files = {"a.json": '{"name": "x", "size": 3, "kind": "y"}', "b.csv": "name,colour\nsky,blue\n"}
+    source = cases.write_texts(tmp_path / "texts", files)
+    prepare([source], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    assert _split(tmp_path / "shards")[0].decode() == "|".join([*files.values(), ""])
+
+
+def test_a_dataset_and_a_folder_make_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = {"text": [f"row {i}" for i in range(50)], "number": list(range(50))}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
+    source = cases.write_texts(tmp_path / "texts", {"a": "a file"})
+    index = prepare([source, tmp_path / "rows"], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    assert _split(tmp_path / "shards")[0].decode() == "|".join(["a file", *rows["text"], ""])
+    assert index.sources[str(tmp_path / "rows")]["kinds"] == {"dataset": 1}
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(rows)})
+    splits.save_to_disk(tmp_path / "splits")
+    assert [text for _, text in documents([tmp_path / "splits"])] == rows["text"]
+    with pytest.raises(UserError, match="hf:/missing/place cannot be opened"):
+        prepare(["hf:/missing/place"], tmp_path / "other")
