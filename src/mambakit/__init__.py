@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import ops
     from .checkpoint import load
     from .config import ConfigError, ModelConfig, RunConfig
-    from .data.prepare import prepare
+    from .data.prepare import documents, prepare
     from .model import MambaLM, State
     from .training import train
 
@@ -27,6 +27,7 @@ __all__ = [
     "RunConfig",
     "State",
     "__version__",
+    "documents",
     "load",
     "ops",
     "prepare",
@@ -40,6 +41,7 @@ _HOMES = {
     "ModelConfig": "config",
     "RunConfig": "config",
     "State": "model",
+    "documents": "data.prepare",
     "load": "checkpoint",
     "prepare": "data.prepare",
     "train": "training",
