@@ -170,7 +170,7 @@ def train(
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG.yaml|.json]", help="settings from a file; flags win over it", help_behavior_hint="")] = None,
     /,
     *,
-    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files and folders of text, which are prepared first, once", help_behavior_hint="")] = (),
+    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once", help_behavior_hint="")] = (),
     model: Annotated[str | None, arg(metavar="PRESET", help="a model by name, such as tiny, small or mamba2-130m", help_behavior_hint="")] = None,
     recipe: Annotated[str | None, arg(metavar="NAME", help="default, fast, careful, laptop, or paper-130m … paper-1.4b", help_behavior_hint="")] = None,
     out: Annotated[Path | None, arg(metavar="RUN", help="the run folder; runs/DATE_TIME unless set", help_behavior_hint="")] = None,

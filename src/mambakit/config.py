@@ -230,13 +230,16 @@ class DataConfig(Settings):
     """What is read, and how rows are cut from it."""
 
     path: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="a folder of shards, or files and folders of text, which are prepared first, once"
+        (), description="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once"
     )
     tokenizer: str = Field(
         "train:8192",
         description="for text: bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB (learned from the text)",
     )
     val_fraction: float = Field(0.02, ge=0, lt=1, description="for text: share held out for validation")
+    text_column: str | None = Field(
+        None, description="for records: the column that is their text, or a template such as {title}: {text}"
+    )
     sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
     workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")

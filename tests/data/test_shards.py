@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mambakit.data.shards import INDEX, LAYOUTS, TOKENIZER, ShardError, TokenStream, read_index, verify
 from mambakit.files import checksum
 
 from . import cases
+
+settings.register_profile("quiet", database=None, deadline=None, derandomize=True)
+settings.load_profile("quiet")  # the same cases every time, and no folder beside the project
 
 LENGTHS = (5, 1, 40, 2, 17, 1, 1, 9)
 
@@ -40,6 +45,38 @@ def test_a_token_is_unpacked_as_it_was_packed(name: str) -> None:
         assert layout.tokens(packed).tolist() == tokens.tolist()
         assert layout.positions(packed).tolist() == [min(first + i, layout.max_position) for i in range(5)]
         assert layout.is_target(packed).all()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@given(data=st.data())
+def test_everything_in_range_survives(name: str, data: st.DataObject) -> None:
+    layout = LAYOUTS[name]
+    tokens = data.draw(st.lists(st.integers(0, layout.largest_vocabulary - 1), max_size=20))
+    first = data.draw(st.integers(0, 2 * layout.max_position))
+    starts, learn = data.draw(st.booleans()), data.draw(st.booleans())
+    packed = layout.pack(np.array(tokens, dtype=np.int64), 0 if starts else first, starts_document=starts, learn=learn)
+    again = np.frombuffer(packed.tobytes(), layout.dtype)
+    begin = 0 if starts else first
+    assert layout.tokens(again).tolist() == tokens
+    assert layout.positions(again).tolist() == [min(begin + i, layout.max_position) for i in range(len(tokens))]
+    assert layout.is_target(again).tolist() == [learn and not (starts and i == 0) for i in range(len(tokens))]
+    assert not layout.starts(again)[1:].any()  # one document, however long
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), cut=st.integers(1, 50))
+def test_any_documents_are_found_again(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cut: int) -> None:
+    written = cases.random_documents(lengths)
+    folder = cases.write_shards(tmp_path_factory.mktemp("any") / "shards", written, shard_tokens=cut)
+    stream = TokenStream(folder, "train")
+    found: list[list[int]] = []
+    for packed, starts in stream.documents(block=7):
+        tokens = stream.layout.tokens(packed).tolist()
+        if starts:
+            found.append(tokens)
+        else:
+            found[-1] += tokens
+    assert [len(document) for document in found] == [len(document) for document in written]
+    assert list(verify(folder)) == []
 
 
 def test_the_bits_are_where_the_format_says() -> None:

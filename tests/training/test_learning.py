@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,3 +114,33 @@ def test_carried_states_make_rows_one_long_text(kind: str, shards: Path, tmp_pat
 def _starts(doc_ids: torch.Tensor, carries: bool) -> torch.Tensor:
     first = torch.tensor([not carries])
     return torch.cat([first, doc_ids[1:] != doc_ids[:-1]])
+
+
+def test_completions_are_learned_and_prompts_are_not(tmp_path: Path) -> None:
+    """Prompts are noise. Counted, each of their letters would cost three bits for ever; what counts can be foreseen."""
+    letters, answers = (
+        "abcdefgh",
+        {"a": "one", "b": "two", "c": "three", "d": "four", "e": "five", "f": "six", "g": "seven", "h": "eight"},
+    )
+    random = np.random.default_rng(0)
+    with (tmp_path / "pairs.jsonl").open("w") as file:
+        for _ in range(3000):
+            prompt = "".join(random.choice(list(letters), 12))
+            file.write(json.dumps({"prompt": prompt, "completion": f"={answers[prompt[-1]]}"}) + "\n")
+    from mambakit.data.prepare import prepare
+
+    prepare([tmp_path / "pairs.jsonl"], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    config = settings(
+        tmp_path / "shards", "mamba1", model={"dropout": 0.0, "d_model": 48}, optim={"lr": 1e-2, "warmup_steps": 10},
+        train={"steps": 150, "batch_tokens": 1024, "eval_every": 0}, track={"sample_every": 0},
+    )  # fmt: skip
+    result = train(config, out=tmp_path / "run")
+    losses = [record["loss"] for record in metrics(result.folder)]
+    assert losses[0] > 4 and np.mean(losses[-10:]) < 0.1
+    loaded = mambakit.load(result.folder / "checkpoints" / "step_00000150")
+    tokens = torch.tensor([[*b"hgfedcba", *b"=one", 256]])
+    with torch.no_grad():
+        logits = loaded.model(tokens[:, :-1]).logits
+    each = F.cross_entropy(logits[0, :, :257].float(), tokens[0, 1:], reduction="none")
+    assert each[:7].mean() > np.log(len(letters)), "nothing was learned of prompts, not even which letters they have"
+    assert each[7:].max() < 0.5

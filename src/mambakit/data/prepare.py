@@ -353,10 +353,13 @@ def _texts(parts: Iterator[Part]) -> Iterator[str]:
         yield "".join(whole)
 
 
-def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float, leave_out: Path | None = None) -> Path:
+def prepare_once(
+    sources: Sequence[str], *, tokenizer: str, val_fraction: float, text_column: str | None = None,
+    leave_out: Path | None = None,
+) -> Path:  # fmt: skip
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
-    seen = hashlib.sha256(json.dumps([__version__, shards.VERSION, tokenizer, val_fraction]).encode())
+    seen = hashlib.sha256(json.dumps([__version__, shards.VERSION, tokenizer, val_fraction, text_column]).encode())
     for path in (Path(tokenizer), Path(tokenizer, shards.TOKENIZER)):
         if path.is_file():
             seen.update(path.read_bytes())
@@ -371,7 +374,10 @@ def prepare_once(sources: Sequence[str], *, tokenizer: str, val_fraction: float,
         say(f"the shards of this text are in {folder} already")
     else:
         try:
-            prepare(sources, folder, tokenizer=tokenizer, val_fraction=val_fraction, leave_out=leave_out)
+            prepare(
+                sources, folder, tokenizer=tokenizer, val_fraction=val_fraction, text_column=text_column,
+                leave_out=leave_out,
+            )  # fmt: skip
         except shards.ShardError:
             if not shards.is_shards(folder):  # made meanwhile by another process
                 raise

@@ -293,8 +293,9 @@ def _open_data(config: RunConfig, folder: Path) -> Path:
             raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
         return paths[0]
     return prepare_once(
-        config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction, leave_out=folder
-    )
+        config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction,
+        text_column=config.data.text_column, leave_out=folder,
+    )  # fmt: skip
 
 
 def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
