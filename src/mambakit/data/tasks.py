@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from ..files import UserError, read_json, sync, write_json
 from .documents import Part, Unreadable
 from .holding_out import FEW, Piece, draws, limit_of, pieces
+from .readers.packed import is_packed
 from .reading import Reading, Unit
 from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
 from .sources import Skipped
@@ -31,6 +32,7 @@ from .tokenize import Encoder, encode_all, end_of
 
 TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
+USUAL_RATIO = 4  # of text to what it is compressed to, for bars of progress
 REPORT = "task.json"
 SMALL_BYTES = 2**24  # a source up to here is read once more, to hold out something of it for certain
 
@@ -103,15 +105,22 @@ class Task:
 
     def pieces(
         self, settings: Settings, skip: Callable[[Unit, str], None], note: Callable[[str], None] = lambda _: None,
-        workers: int = 1,
+        advance: Callable[[int], None] = lambda _: None, workers: int = 1,
     ) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
-        """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside."""
+        """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside, and
+        `advance` of how many bytes of files have been read, or about as many."""
         reading = settings.reading
         for file, found in reading.parts_of_all(self.files, workers, note):
             parts = _heard(found, file, skip)
             by_block = self.source.by_block(file, reading, settings.val_fraction)
             has_records = reading.has_records(file)
-            yield from pieces(parts, file.name, self.source.limit, by_block=by_block, has_records=has_records)
+            left = file.size
+            for piece, data in pieces(parts, file.name, self.source.limit, by_block=by_block, has_records=has_records):
+                yield piece, data
+                read = min(left, len(data) // (USUAL_RATIO if is_packed(file.name) else 1))
+                left -= read
+                advance(read)
+            advance(left)
 
 
 def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None]) -> Iterator[Part]:
@@ -162,8 +171,8 @@ def run(
 
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        found = task.pieces(settings, skip, lambda reason: notes.update([reason]), workers)
-        counts = _write(found, tokenizer, layout, beside, workers, advance)
+        found = task.pieces(settings, skip, lambda reason: notes.update([reason]), advance, workers)
+        counts = _write(found, tokenizer, layout, beside, workers)
         write_json(
             beside / REPORT,
             {
@@ -182,9 +191,8 @@ def run(
 
 
 def _write(
-    found: Iterable[tuple[Piece, bytes]], tokenizer: Tokenizer, layout: Layout, folder: Path, workers: int,
-    advance: Callable[[int], None],
-) -> dict[str, SplitCounts]:  # fmt: skip
+    found: Iterable[tuple[Piece, bytes]], tokenizer: Tokenizer, layout: Layout, folder: Path, workers: int
+) -> dict[str, SplitCounts]:
     end = end_of(tokenizer)
     counts = {split: Counter[str]() for split in SPLITS}
     position = 0
@@ -207,7 +215,6 @@ def _write(
                 position += len(tokens)
             count["bytes"] += encoded.num_bytes
             count["words"] += encoded.num_words
-            advance(encoded.num_bytes)
     return {split: SplitCounts(**count) for split, count in counts.items()}
 
 
