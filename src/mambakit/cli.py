@@ -96,6 +96,8 @@ def prepare(
     strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
     layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
     text_column: Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\n\n{text}'; found by itself unless set", help_behavior_hint="")] = None,
+    min_characters: Annotated[int, arg(help="leave out documents that are shorter")] = 0,
+    copies: Annotated[Literal["keep", "exact", "near"], arg(help="leave out documents that are copies of earlier ones: exact, or near ones too (most runs of five words shared)")] = "keep",
     task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
     sbatch: Annotated[int | None, arg(metavar="N", help="write a script that does the work as N jobs of a Slurm array, and what puts them together after it", help_behavior_hint="")] = None,
     ray: Annotated[str | None, arg(metavar="ADDRESS", help="do the work on a Ray cluster that shares a disk with this machine; local starts one here", help_behavior_hint="")] = None,
@@ -118,6 +120,7 @@ def prepare(
     options: dict[str, Any] = {
         "tokenizer": tokenizer, "val_fraction": val_fraction, "workers": workers, "strict": strict, "layout": layout,
         "text_column": text_column.replace("\\n", "\n") if text_column else None,
+        "min_characters": min_characters, "copies": copies,
     }  # fmt: skip
     if task is not None:
         part, parts = _part(task)

@@ -7,7 +7,7 @@ held out. So a file stays on its side of the split whatever else comes or goes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,20 +57,27 @@ def draws(parts: Iterable[Part], name: str, *, by_block: bool, has_records: bool
     """All that a file would draw."""
     names = document_names(name, has_records)
     if by_block:
-        for document in _documents(parts):
+        for document in documents_of(parts):
             called = next(names)
             yield from (draw(called, number) for number, _ in enumerate(_cut(document, BLOCK_BYTES)))
     else:
         yield from (draw(next(names)) for part in parts if part.ends)
 
 
+Chosen = Callable[[Iterator[Part]], "Iterator[Part] | None"]
+
+
 def pieces(
-    parts: Iterable[Part], name: str, limit: float, *, by_block: bool, has_records: bool
-) -> Iterator[tuple[Piece, bytes]]:
-    """All text of a file, in order: whole documents to one split or the other, or blocks of them."""
+    parts: Iterable[Part], name: str, limit: float, *, by_block: bool, has_records: bool,
+    choose: Chosen = lambda document: document,
+) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
+    """All text of a file, in order: whole documents to one split or the other, or blocks of them. `choose` may leave a
+    document out, which changes nothing for the others."""
     names = document_names(name, has_records)
-    for document in _documents(parts):
-        called = next(names)
+    for whole in documents_of(parts):
+        called, document = next(names), choose(whole)
+        if document is None:
+            continue
         if by_block:
             yield from _mark(_blocks(document, called, limit))
         else:
@@ -78,7 +85,7 @@ def pieces(
             yield from _mark((split, learn, data) for learn, data in _cut(document, PIECE_BYTES))
 
 
-def _documents(parts: Iterable[Part]) -> Iterator[Iterator[Part]]:
+def documents_of(parts: Iterable[Part]) -> Iterator[Iterator[Part]]:
     """The parts of each document, which have to be read before the next."""
     parts = iter(parts)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -20,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from .. import __version__
 from ..files import LockedError, UserError, checksum, lock, new_folder, write_json
 from ..progress import progress, say
-from . import datasets, shards, tasks
+from . import cleaning, datasets, shards, tasks
+from .cleaning import Cleaning, Filter
 from .documents import Part, Unreadable
 from .reading import Own, Reading, check_readers
 from .shards import LAYOUTS, SPLITS, Index, ShardWriter, SplitCounts
@@ -49,6 +52,9 @@ def prepare(
     layout: str | None = None,
     text_column: str | None = None,
     readers: Mapping[str, Own] | None = None,
+    min_characters: int = 0,
+    copies: str = "keep",
+    filters: Mapping[str, Filter] | None = None,
     shard_tokens: int = SHARD_TOKENS,
     leave_out: Path | None = None,
 ) -> Index:
@@ -58,13 +64,15 @@ def prepare(
     document always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be
     read an error. `layout` is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named. `text_column`
     says which column of records is their text, or how to join several: "{title}\n\n{text}". `readers` has functions of
-    your own by suffix, from a path to the texts of its documents. The folder `leave_out`, somewhere inside the sources,
-    is passed over.
+    your own by suffix, from a path to the texts of its documents. Left out are documents of fewer than
+    `min_characters`, `copies` (keep, exact or near ones) of earlier ones, and what one of the `filters`, functions from
+    a text to whether it stays, refuses. The folder `leave_out`, somewhere inside the sources, is passed over.
     """
     _check_options(sources, tokenizer, val_fraction, layout, readers or {})
     options = _Options(
         [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1, strict,
-        layout, Reading(readers or {}, text_column), shard_tokens, leave_out,
+        layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}), shard_tokens,
+        leave_out,
     )  # fmt: skip
     with _work_folder(options.out) as work, new_folder(options.out, shards.ShardError) as beside:
         plan = _plan(options, work)
@@ -77,7 +85,8 @@ def prepare(
 def prepare_part(
     part: int, parts: int, sources: Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
     val_fraction: float = 0.02, workers: int | None = None, strict: bool = False, layout: str | None = None,
-    text_column: str | None = None, readers: Mapping[str, Own] | None = None, leave_out: Path | None = None,
+    text_column: str | None = None, readers: Mapping[str, Own] | None = None, min_characters: int = 0,
+    copies: str = "keep", filters: Mapping[str, Filter] | None = None, leave_out: Path | None = None,
 ) -> None:  # fmt: skip
     """Do one part of the work of `prepare` and leave it beside `out`, where a later call of `prepare` with the same
     settings finds it. Parts 0 to `parts` - 1 may be done by machines that share a disk, at the same time."""
@@ -86,7 +95,8 @@ def prepare_part(
     _check_options(sources, tokenizer, val_fraction, layout, readers or {})
     options = _Options(
         [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1, strict,
-        layout, Reading(readers or {}, text_column), SHARD_TOKENS, leave_out,
+        layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}), SHARD_TOKENS,
+        leave_out,
     )  # fmt: skip
     with _work_folder(options.out, is_shared=True) as work:
         plan = _plan(options, work)
@@ -103,8 +113,12 @@ class _Options:
     strict: bool
     layout: str | None
     reading: Reading
+    cleaning: Cleaning
     shard_tokens: int
     leave_out: Path | None
+
+    def settings(self, tokenizer: str = "", layout: str = "") -> Settings:
+        return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning)
 
 
 def _check_options(
@@ -147,15 +161,15 @@ def _plan(options: _Options, work: Path) -> _Plan:
     _check_listed(found, options.strict)
     for source in found:
         source.choose_limit(options.reading, options.val_fraction)
-    opened = _tokenizer(options, found, work)
+    cut = _without_copies(options, tasks.cut(found), work)
+    opened = _tokenizer(options, cut, work)
     layout = options.layout or ("packed32" if vocab_size(opened) <= 2**16 else "wide64")
     if vocab_size(opened) > LAYOUTS[layout].largest_vocabulary:
         raise UserError(
             f"layout {layout} holds ids up to {LAYOUTS[layout].largest_vocabulary - 1}, but the tokenizer has "
             f"{vocab_size(opened)}; use --layout wide64"
         )
-    settings = Settings(__version__, opened.to_str(), layout, options.val_fraction, options.reading)
-    cut = tasks.cut(found)
+    settings = options.settings(opened.to_str(), layout)
     return _Plan(found, opened, settings, cut, [work / task.key(settings) for task in cut])
 
 
@@ -254,21 +268,43 @@ def _check_listed(sources: Sequence[Source], strict: bool) -> None:
             raise UserError(f"{first.path} cannot be read ({first.reason}), and --strict was given")
 
 
-def _tokenizer(options: _Options, sources: Sequence[Source], work: Path) -> Tokenizer:
+def _without_copies(options: _Options, cut: list[Task], work: Path) -> list[Task]:
+    """The same tasks, which know what to leave out. Fingerprints are kept for other parts of the work."""
+    if options.cleaning.copies == "keep":
+        return cut
+    settings = options.settings()
+    prints = []
+    with progress("looking for copies", sum(task.num_bytes for task in cut), "MB", 1e6) as advance:
+        for task in cut:
+            kept = work / f"prints-{task.key(settings)}.npy"
+            if not kept.is_file():
+                found = io.BytesIO()
+                np.save(found, task.fingerprints(settings, options.workers, advance))
+                _keep(kept, found.getvalue())
+            else:
+                advance(task.num_bytes)
+            prints.append(np.load(kept, allow_pickle=False))
+    return [dataclasses.replace(task, copies=found) for task, found in zip(cut, cleaning.copies(prints), strict=True)]
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Write a file of the work folder, where several machines may do the same at the same time."""
+    with tempfile.NamedTemporaryFile(prefix=f".{path.name}", dir=path.parent, delete=False) as beside:
+        beside.write(data)
+    os.replace(beside.name, path)
+
+
+def _tokenizer(options: _Options, cut: Sequence[Task], work: Path) -> Tokenizer:
     """Opened; or learned, and kept for other parts of the work and for a run that goes on."""
     if not options.tokenizer.startswith("train:"):
         return open_tokenizer(options.tokenizer)
-    settings = Settings(__version__, options.tokenizer, "", options.val_fraction, options.reading)
-    cut = tasks.cut(sources)
+    settings = options.settings(options.tokenizer)
     digest = hashlib.sha256("".join(task.key(settings) for task in cut).encode()).hexdigest()[:32]
     kept = work / f"tokenizer-{digest}.json"
     if kept.is_file():
         return Tokenizer.from_file(str(kept))
     learned = open_tokenizer(options.tokenizer, _sample(cut, settings))
-    beside, name = tempfile.mkstemp(prefix=kept.name, dir=work)  # machines may do this at the same time
-    with os.fdopen(beside, "w", encoding="utf-8") as file:
-        file.write(learned.to_str())
-    os.replace(name, kept)
+    _keep(kept, learned.to_str().encode())
     return learned
 
 

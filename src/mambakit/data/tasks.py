@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -22,8 +23,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..files import UserError, read_json, sync, write_json
+from .cleaning import COPY, Cleaning, Prints
 from .documents import Part, Unreadable
-from .holding_out import FEW, Piece, draws, limit_of, pieces
+from .holding_out import FEW, Piece, documents_of, draws, limit_of, pieces
 from .readers.packed import is_packed
 from .reading import Reading, Unit
 from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
@@ -77,11 +79,15 @@ class Settings:
     layout: str
     val_fraction: float
     reading: Reading
+    cleaning: Cleaning = field(default_factory=Cleaning)
 
     @property
     def digest(self) -> str:
         own = {suffix: f"{reader.__module__}.{reader.__qualname__}" for suffix, reader in self.reading.own.items()}
-        known = [self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, own]
+        known = [
+            self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, own,
+            self.cleaning.known,
+        ]  # fmt: skip
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
@@ -91,6 +97,7 @@ class Task:
 
     source: Source
     files: tuple[Unit, ...]
+    copies: frozenset[int] = frozenset()  # documents, counted from the task's first, that are left out as copies
 
     @property
     def num_bytes(self) -> int:
@@ -99,6 +106,7 @@ class Task:
     def key(self, settings: Settings) -> str:
         seen = hashlib.sha256(settings.digest.encode())
         seen.update(repr((self.source.limit, 0 < len(self.source.files) * settings.val_fraction < FEW)).encode())
+        seen.update(repr(sorted(self.copies)).encode())
         for file in self.files:
             seen.update(repr((file.name, file.stamp)).encode(errors="surrogateescape"))
         return seen.hexdigest()[:32]
@@ -109,18 +117,42 @@ class Task:
     ) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
         """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside, and
         `advance` of how many bytes of files have been read, or about as many."""
-        reading = settings.reading
+        reading, number = settings.reading, itertools.count()
+
+        def choose(document: Iterator[Part]) -> Iterator[Part] | None:
+            reason, document = settings.cleaning.judge(document)
+            reason = COPY if next(number) in self.copies else reason
+            if reason is not None:
+                note(reason)
+                return None
+            return document
+
         for file, found in reading.parts_of_all(self.files, workers, note):
             parts = _heard(found, file, skip)
             by_block = self.source.by_block(file, reading, settings.val_fraction)
             has_records = reading.has_records(file)
             left = file.size
-            for piece, data in pieces(parts, file.name, self.source.limit, by_block=by_block, has_records=has_records):
+            for piece, data in pieces(
+                parts, file.name, self.source.limit, by_block=by_block, has_records=has_records, choose=choose
+            ):
                 yield piece, data
                 read = min(left, len(data) // (USUAL_RATIO if is_packed(file.name) else 1))
                 left -= read
                 advance(read)
             advance(left)
+
+    def fingerprints(self, settings: Settings, workers: int, advance: Callable[[int], None]) -> Prints:
+        """Of all its documents; zeros of those that are left out anyway."""
+        found = []
+        for file, parts in settings.reading.parts_of_all(self.files, workers):
+            for document in documents_of(_heard(parts, file, lambda *_: None)):
+                reason, judged = settings.cleaning.judge(document)
+                found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
+            advance(file.size)
+        width = next((len(prints) for prints in found if prints is not None), 1)
+        return np.array([np.zeros(width) if prints is None else prints for prints in found], np.uint32).reshape(
+            -1, width
+        )
 
 
 def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None]) -> Iterator[Part]:

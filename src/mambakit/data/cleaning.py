@@ -1,0 +1,112 @@
+"""Cleaning: documents that are left out because they are too short, refused by a filter, or copies of earlier ones.
+
+Nothing is left out unless it is asked for, and all that is, is counted by its reason. Copies are found in two steps:
+each task takes the fingerprints of its documents, and then, over all of them in order, the first of its kind stays.
+Exact copies have the same text; near ones share most runs of five words, as MinHash estimates it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..files import UserError
+from .documents import Part
+
+LOOKED_AT = 2**24  # characters of a document
+WORDS, PERMUTATIONS, BANDS, ALIKE = 5, 128, 16, 0.8
+COPIES = ("keep", "exact", "near")
+COPY = "a copy"
+
+Filter = Callable[[str], bool]  # from a document's text to whether it stays
+Prints = NDArray[np.uint32]  # (documents, numbers of a fingerprint); zeros for a document that is left out anyway
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What is left out."""
+
+    min_characters: int = 0
+    copies: str = "keep"
+    filters: Mapping[str, Filter] = field(default_factory=dict)  # by what they look for
+
+    def __post_init__(self) -> None:
+        if self.copies not in COPIES:
+            raise UserError(f"copies={self.copies!r}: choose one of {', '.join(COPIES)}")
+        if self.min_characters < 0:
+            raise UserError(f"min_characters={self.min_characters}: need a number of at least 0")
+
+    @property
+    def known(self) -> list[Any]:
+        """What the outcome depends on."""
+        return [self.min_characters, self.copies, sorted(self.filters)]
+
+    def judge(self, document: Iterator[Part]) -> tuple[str | None, Iterator[Part]]:
+        """Why a document is left out, or None; and its parts, of which some have been read."""
+        if not self.min_characters and not self.filters:
+            return None, document
+        seen, text = self._look(document, LOOKED_AT if self.filters else self.min_characters)
+        parts = itertools.chain(seen, document)
+        if len(text.strip()) < self.min_characters:
+            return "too short", parts
+        refused = next((name for name, keeps in self.filters.items() if not keeps(text)), None)
+        return (f"refused by {refused}" if refused is not None else None), parts
+
+    def fingerprint(self, document: Iterator[Part]) -> Prints:
+        """Of a document that stays."""
+        _, text = self._look(document, LOOKED_AT)
+        if self.copies == "exact":
+            return np.frombuffer(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest(), np.uint32)
+        return _minhash(text)
+
+    @staticmethod
+    def _look(document: Iterator[Part], characters: int) -> tuple[list[Part], str]:
+        seen: list[Part] = []
+        size = 0
+        for part in document:
+            seen.append(part)
+            size += len(part.text)
+            if size >= characters:
+                break
+        return seen, "".join(part.text for part in seen)
+
+
+def _minhash(text: str) -> Prints:
+    try:
+        from rensa import RMinHash
+    except ImportError:
+        raise UserError("copies=near needs rensa: pip install 'mambakit[cleaning]'") from None
+    words = text.lower().split()
+    found = RMinHash(num_perm=PERMUTATIONS, seed=1)
+    found.update([" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))])
+    return np.array(found.digest(), dtype=np.uint32)
+
+
+def copies(prints: Sequence[Prints]) -> list[frozenset[int]]:
+    """For the documents of each task, in order, which of them are copies of an earlier one of any task."""
+    counts = [len(part) for part in prints]
+    if not sum(counts):
+        return [frozenset() for _ in prints]
+    width = max(part.shape[1] for part in prints if len(part))
+    everything = np.concatenate([part.reshape(-1, width) for part in prints])
+    is_there = everything.any(axis=1)
+    is_copy = np.zeros(len(everything), dtype=bool)
+    bands = 1 if width < PERMUTATIONS else BANDS
+    for band in np.split(everything, bands, axis=1):
+        rows = np.ascontiguousarray(band).view([("", band.dtype)] * band.shape[1]).reshape(-1)
+        _, firsts, group = np.unique(rows, return_index=True, return_inverse=True)
+        first = firsts[group.reshape(-1)]  # the earliest document with the same band
+        candidates = np.flatnonzero((first != np.arange(len(rows))) & is_there & ~is_copy)
+        for block in np.array_split(candidates, max(1, len(candidates) // 2**16)):
+            alike = (everything[block] == everything[first[block]]).mean(axis=1)
+            is_copy[block[alike >= ALIKE]] = True
+    ends = np.cumsum(counts)
+    return [
+        frozenset(np.flatnonzero(is_copy[end - count : end]).tolist()) for count, end in zip(counts, ends, strict=True)
+    ]
