@@ -244,9 +244,25 @@ class DataConfig(Settings):
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
     workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
     prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
+    mix: Annotated[tuple[float, ...], Field(strict=False)] = Field(
+        (), description="how often rows come from each source, in the order they were prepared in; by size unless set"
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="rows come from a source by its size to the power of 1 / this: more even above 1"
+    )
     carry_state: bool = Field(
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
     )
+
+    @model_validator(mode="after")
+    def _mix_is_possible(self) -> DataConfig:
+        if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):
+            raise ValueError(f"data.mix={self.mix}: need weights of at least 0, and one above it")
+        if self.mix and self.temperature != 1:
+            raise ValueError("data.mix and data.temperature both say how sources are mixed; give one of them")
+        if (self.mix or self.temperature != 1) and self.carry_state:
+            raise ValueError("data.carry_state reads sources as they lie; it cannot be combined with a mix of them")
+        return self
 
     @field_validator("path", mode="before")
     @classmethod

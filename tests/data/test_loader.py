@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mambakit.config import DataConfig
+from mambakit.config import ConfigError, DataConfig
 from mambakit.data.loader import Batch, Loader, permute
+from mambakit.data.prepare import prepare
 from mambakit.data.shards import ShardError, TokenStream
 
 from . import cases
@@ -256,3 +257,69 @@ def test_an_error_in_a_thread_is_raised(stream: TokenStream, monkeypatch: pytest
     monkeypatch.setattr(loader, "read", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(loader))
+
+
+# A mix of sources.
+
+
+def _sources(folder: Path, sizes: dict[str, int]) -> Path:
+    """Shards of sources whose tokens are all their own letter."""
+    for name, size in sizes.items():
+        cases.write_texts(folder / name, {"text": name * size})
+    prepare([folder / name for name in sizes], folder / "shards", tokenizer="bytes", val_fraction=0)
+    return folder / "shards"
+
+
+def _letters(folder: Path, rows: int, **config: Any) -> list[str]:
+    """The first letter of each row."""
+    loader = Loader(TokenStream(folder, "train"), DataConfig(sequence_length=8, **config), 1)
+    return [chr(int(loader.read(row).tokens[0, 0])) for row in range(rows)]
+
+
+def test_rows_come_from_each_source_as_often_as_it_weighs(tmp_path: Path) -> None:
+    folder = _sources(tmp_path, {"a": 8000, "b": 1600})
+    windows = (8001 + 1601 - 1 + 7) // 8
+    assert Counter(_letters(folder, windows))["b"] == pytest.approx(windows / 6, abs=2)
+    counted = Counter(_letters(folder, windows, mix=(1, 3)))
+    assert counted["b"] == pytest.approx(windows * 3 / 4, abs=1) and sum(counted.values()) == windows
+    assert set(_letters(folder, windows, mix=(0, 1))) == {"b"}
+    even = Counter(_letters(folder, windows, temperature=2.0))
+    assert even["a"] / even["b"] == pytest.approx(5**0.5, rel=0.05)
+
+
+def test_a_source_is_read_through_before_it_is_read_again(tmp_path: Path) -> None:
+    folder = _sources(tmp_path, {"a": 800, "b": 160})
+    loader = Loader(TokenStream(folder, "train"), DataConfig(sequence_length=8, mix=(1.0, 1.0)), 4)
+    assert loader.mix is not None
+    drawn: dict[int, Counter[int]] = {0: Counter(), 1: Counter()}
+    for row in range(loader.epoch_rows * 10):
+        window = loader.window(row)
+        assert window is not None
+        drawn[int(window >= loader.mix.begins[1])][window] += 1
+    for source, counts in drawn.items():
+        assert set(counts) == set(range(loader.mix.begins[source], loader.mix.begins[source + 1]))
+        assert max(counts.values()) - min(counts.values()) <= 1
+    assert [loader.window(row) for row in range(50)] != [loader.window(row + loader.epoch_rows) for row in range(50)]
+
+
+def test_a_mix_is_part_of_the_order(tmp_path: Path) -> None:
+    folder = _sources(tmp_path, {"a": 800, "b": 160})
+    stream = TokenStream(folder, "train")
+    prints = {Loader(stream, DataConfig(sequence_length=8, mix=mix), 4).fingerprint for mix in ((), (1, 1), (1, 2))}
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"mix": (1, 2, 3)}, "data.mix has 3 weights, but .*shards has 2 sources: .*a, .*b"),
+        ({"mix": (-1, 2)}, "need weights of at least 0"),
+        ({"mix": (0, 0)}, "need weights of at least 0, and one above it"),
+        ({"mix": (1, 1), "temperature": 2.0}, "both say how sources are mixed"),
+        ({"mix": (1, 1), "carry_state": True}, "cannot be combined with a mix"),
+    ],
+)
+def test_a_mix_that_cannot_be(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    folder = _sources(tmp_path, {"a": 80, "b": 16})
+    with pytest.raises((ShardError, ConfigError), match=message):
+        Loader(TokenStream(folder, "train"), DataConfig(**config), 4)

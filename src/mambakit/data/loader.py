@@ -4,6 +4,9 @@ Rows are numbered from 0 without end; an epoch is one pass over the windows of t
 takes the next `batch_rows` of them. The loader's whole state is the number of the next row: any number of threads and
 any cut into micro-batches reads the same rows.
 
+With a mix, an epoch has as many rows, but each source has its share of them, and goes through its own windows in an
+order of its own, again and again.
+
 With `carry_state`, row i of every batch reads on where row i of the batch before stopped, and `Batch.carries` says
 where the document goes on, so that the model's state may be carried over.
 """
@@ -74,6 +77,7 @@ class Loader:
         self.stretch = -(-self.num_windows // batch_rows)
         self.epoch_rows = self.stretch * batch_rows if config.carry_state else self.num_windows
         self.next_row = next_row
+        self.mix = Mix.of(stream, config, self.num_windows) if config.mix or config.temperature != 1 else None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs to go on from here; it does not fit other data, rows or order."""
@@ -90,11 +94,15 @@ class Loader:
         ]
         if self.config.carry_state:
             values.append(self.batch_rows)
+        if self.mix is not None:
+            values.append(self.mix)
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def window(self, row: int) -> int | None:
         """Which window of the split a row reads; None for a row that has nothing left to read."""
         epoch, number = divmod(row, self.epoch_rows)
+        if self.mix is not None:
+            return self.mix.window(permute(number, self.num_windows, self.config.seed, epoch), epoch, self.config.seed)
         if not self.config.carry_state:
             return permute(number, self.num_windows, self.config.seed, epoch)
         step, slot = divmod(number, self.batch_rows)
@@ -162,6 +170,46 @@ def unpack(
         loss_mask=torch.from_numpy(is_target[:, 1:]),
         carries=torch.from_numpy(carries),
     )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The windows of each source, and how many rows of an epoch are drawn from them."""
+
+    begins: tuple[int, ...]  # first window of each source, and the number of all
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, stream: TokenStream, config: DataConfig, num_windows: int) -> Mix:
+        tokens = [source["tokens"][stream.split] for source in stream.index.sources.values() if "tokens" in source]
+        if sum(tokens) != len(stream):
+            raise ShardError(f"{stream.folder} does not say where its sources lie; prepare the data again")
+        if config.mix and len(config.mix) != len(tokens):
+            raise ShardError(
+                f"data.mix has {len(config.mix)} weights, but {stream.folder} has {len(tokens)} sources: "
+                f"{', '.join(stream.index.sources)}"
+            )
+        begins = [0, *(-(-int(end) // config.sequence_length) for end in np.cumsum(tokens))]
+        begins = [min(begin, num_windows) for begin in begins]
+        weights = np.array(config.mix or [count ** (1 / config.temperature) for count in tokens], np.float64)
+        weights *= np.diff(begins) > 0  # a source may be smaller than a window
+        if not weights.any():
+            raise ShardError("the sources that data.mix draws from have no window of their own; use shorter rows")
+        shares = weights / weights.sum() * num_windows
+        rows = np.floor(shares).astype(np.int64)
+        largest = np.argsort(rows - shares, kind="stable")[: num_windows - int(rows.sum())]
+        rows[largest] += 1
+        return cls(tuple(begins), tuple(rows.tolist()))
+
+    def window(self, place: int, epoch: int, seed: int) -> int:
+        """The window for a place among all rows of an epoch, dealt out source by source."""
+        for source, (count, begin) in enumerate(zip(self.rows, self.begins, strict=False)):
+            if place < count:
+                size = self.begins[source + 1] - begin
+                turn, number = divmod(epoch * count + place, size)
+                return begin + permute(number, size, _mix(seed ^ (source + 1)), turn)
+            place -= count
+        raise AssertionError("a place beyond the epoch")
 
 
 _MASK = 2**64 - 1

@@ -130,6 +130,9 @@ def _check_options(
         raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
     if not sources or not all(map(str, sources)):
         raise UserError("no source was given; name at least one file or folder of text")
+    places = [os.path.abspath(source) for source in sources]
+    if twice := [str(source) for source, place in zip(sources, places, strict=True) if places.count(place) > 1]:
+        raise UserError(f"{twice[0]} was named twice; to have more of it, give it more weight in data.mix")
     check_spec(tokenizer)
     check_readers(readers)
 
