@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import lzma
 import re
 import shlex
 import signal
@@ -81,6 +82,8 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
     for folder in ("notes", "letters", "src", "docs"):
         make_corpus(tmp_path / folder, 12)
     (tmp_path / "book.txt").write_text("\n".join(WORDS * 500))
+    records = "".join(json.dumps({"title": word, "text": " ".join(WORDS)}) + "\n" for word in WORDS * 20)
+    (tmp_path / "wiki.jsonl.xz").write_bytes(lzma.compress(records.encode()))
     needed = {
         "evaluate": "run",
         "generate": "run",
@@ -147,7 +150,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing folder": (["prepare", "nowhere", "--out", "o"], "nowhere does not exist; give a file or folder of text"),
     "empty folder": (["prepare", "empty", "--out", "o"], "empty holds no text: it is empty"),
     "no text": (["prepare", "binary", "--out", "o"], "binary holds no text: it has 1 binary"),
-    "strict": (["prepare", "mixed", "--out", "o", "--strict"], "mixed: 1 binary; the first is mixed"),
+    "strict": (["prepare", "mixed", "--out", "o", "--strict"], "mixed/a.bin cannot be read (binary), and --strict was given"),
     "tokenizer": (["prepare", "mixed", "--out", "o", "--tokenizer", "train:12"], "need train:VOCAB with a vocabulary from 257"),
     "tokenizer file": (["prepare", "mixed", "--out", "o", "--tokenizer", "./nothing.json"], "the tokenizer ./nothing.json does not exist"),
     "out exists": (["prepare", "mixed", "--out", "mixed"], "mixed exists and is not empty"),

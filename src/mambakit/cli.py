@@ -95,7 +95,7 @@ def prepare(
     workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
     strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
     layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
-    text_column: Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\n\n{text}'; found by itself unless set", help_behavior_hint="")] = None,
+    text_column: Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\\n\\n{text}'; found by itself unless set", help_behavior_hint="")] = None,
     min_characters: Annotated[int, arg(help="leave out documents that are shorter")] = 0,
     copies: Annotated[Literal["keep", "exact", "near"], arg(help="leave out documents that are copies of earlier ones: exact, or near ones too (most runs of five words shared)")] = "keep",
     task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
@@ -112,7 +112,7 @@ def prepare(
     For example:
       mambakit prepare notes/ --out shards
       mambakit prepare book.txt letters/ --out shards --tokenizer bytes
-      mambakit prepare wiki.jsonl.xz --out shards --text-column '{title}\n\n{text}' --tokenizer train:16384
+      mambakit prepare wiki.jsonl.xz --out shards --text-column '{title}\\n\\n{text}' --tokenizer train:16384
     """
     from .data.prepare import prepare as run
     from .data.prepare import prepare_part

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import subprocess
 from collections.abc import Callable, Iterable
@@ -155,6 +158,16 @@ def test_records_are_documents_and_some_are_held_out(tmp_path: Path) -> None:
     assert 3 < index.counts["val"].documents < 25
     few = _lines(tmp_path / "few", "a.jsonl", [{"text": "a"}, {"text": "b"}])
     assert prepare([few], tmp_path / "two", **OPTIONS).counts["val"].documents == 1
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+def test_records_are_unpacked_while_they_are_read(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = {"gz": gzip, "bz2": bz2, "xz": lzma}[suffix]
+    monkeypatch.setattr("mambakit.data.readers.packed.MEMBER_BYTES", 1000)  # of what would have to be kept somewhere
+    (tmp_path / "texts").mkdir()
+    lines = "".join(json.dumps({"text": f"record {i}"}) + "\n" for i in range(500))
+    (tmp_path / "texts" / f"a.jsonl.{suffix}").write_bytes(library.compress(lines.encode()))
+    assert [text for _, text in documents([tmp_path / "texts"])] == [f"record {i}" for i in range(500)]
 
 
 def test_a_format_of_ones_own_is_a_function(tmp_path: Path) -> None:

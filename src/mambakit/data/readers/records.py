@@ -219,9 +219,13 @@ def _parsed(line: str) -> Any | Unreadable:
 
 def _lines(stream: BinaryIO) -> Iterator[str]:
     """Lines in UTF-8, or UTF-16 or UTF-32 by the first bytes. Wrong bytes become U+FFFD: a line is lost, not a file."""
-    stream.seek(0)
-    encoding = json.detect_encoding(stream.read(4))
-    stream.seek(0)
+    if isinstance(stream, io.BufferedReader) and not stream.seekable():  # being unpacked, and read from its beginning
+        first = stream.peek(4)[:4]
+    else:
+        stream.seek(0)
+        first = stream.read(4)
+        stream.seek(0)
+    encoding = json.detect_encoding(first)
     wrapper = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
     try:
         while line := wrapper.readline(LONGEST_RECORD + 1):
