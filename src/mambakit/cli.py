@@ -164,7 +164,7 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
 
 def _part(task: str) -> tuple[int, int]:
     part, _, parts = task.partition("/")
-    if not (part.isdigit() and parts.isdigit()):
+    if not (task.isascii() and part.isdigit() and parts.isdigit()):
         raise UserError(f"--task {task}: need I/N, such as 0/8")
     return int(part), int(parts)
 

@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
 @contextlib.contextmanager
 def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Path]:
     """A folder to write in, which takes the name `target` only once all of it is on disk."""
-    _check_free(target, error)
+    check_free(target, error)
     target = Path(os.path.realpath(target))  # a link to an empty folder, and ".", mean the folder itself
     made = [folder for folder in target.parents if not folder.exists()]
     beside: Path | None = None
@@ -103,7 +103,7 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
                 (beside / ".lock").unlink()
                 beside.rename(target)
             except OSError:
-                _check_free(target, error)  # another process was faster
+                check_free(target, error)  # another process was faster
                 raise
         sync(target)
         sync(target.parent)
@@ -120,7 +120,7 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
         raise
 
 
-def _check_free(target: Path, error: type[ValueError]) -> None:
+def check_free(target: Path, error: type[ValueError]) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise error(f"{target} exists and is not empty; choose another place, or remove it first")
     if os.path.ismount(target):
@@ -159,10 +159,10 @@ class LockedError(UserError):
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold a file's lock, which the kernel gives back when the process ends in whatever way."""
+def lock(path: Path, *, is_shared: bool = False) -> Iterator[None]:
+    """Hold a file's lock, alone or with others who share it. The kernel gives it back however the process ends."""
     with path.open("a+", encoding="utf-8") as file:
-        if not _try_lock(file):
+        if not _try_lock(file, is_shared):
             file.seek(0)
             raise LockedError(file.read().strip() or "another process")
         try:
@@ -175,7 +175,7 @@ def lock(path: Path) -> Iterator[None]:
                 file.truncate(0)
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _try_lock(file: IO[str], is_shared: bool) -> bool:
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -185,7 +185,7 @@ def _try_lock(file: IO[str]) -> bool:
         else:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as problem:
         if problem.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
             raise UserError(

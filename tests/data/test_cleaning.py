@@ -107,6 +107,16 @@ def test_the_rest_of_a_document_is_not_lost_by_looking_at_it() -> None:
         assert reason is None and list(judged) == parts
 
 
+def test_all_of_a_document_counts() -> None:
+    ask = [Part("\n\n\n\n\n\nq", learn=False, ends=False), Part("a long answer")]
+    assert Cleaning(min_characters=5).judge(iter(ask))[0] is None
+    assert Cleaning(min_characters=5).judge(iter([Part("  ab  ")]))[0] == "too short"
+    exact = Cleaning(copies="exact")
+    long = [Part("x" * 2**20, ends=False)] * 20
+    first, second = (exact.fingerprint(iter([*long, Part(end)])) for end in "ab")
+    assert not np.array_equal(first, second)
+
+
 def test_the_first_stays_and_what_is_absent_is_no_copy() -> None:
     a, b, none = [1, 2, 3, 4], [1, 2, 3, 5], [0, 0, 0, 0]
     prints = [np.array(rows, np.uint32).reshape(-1, 4) for rows in ([a, none, b], [], [none, a, a], [b])]

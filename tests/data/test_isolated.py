@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows reads in the sa
 @pytest.fixture(autouse=True)
 def _own_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(isolated, "_idle", [])
-    monkeypatch.setattr(isolated, "_all", [])
+    monkeypatch.setattr(isolated, "_all", set())
     yield
-    isolated._stop_all()
+    isolated.stop()
 
 
 def _records(folder: Path, *records: object) -> Path:
@@ -38,7 +39,7 @@ def _soon(action: object) -> None:
     def act() -> None:
         while not isolated._all:
             time.sleep(0.01)
-        action(isolated._all[-1].pid)  # type: ignore[operator]
+        action(next(iter(isolated._all)).process.pid)  # type: ignore[operator]
 
     threading.Thread(target=act, daemon=True).start()
 
@@ -83,9 +84,33 @@ def test_a_reader_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
         list(isolated.read(_records(tmp_path, {"text": "x"}), "records.json_", None))
 
 
+def test_a_worn_child_does_not_cost_a_file(tmp_path: Path) -> None:
+    path = _records(tmp_path, {"text": "x"})
+    list(isolated.read(path, "records.json_", None))
+    (first,) = isolated._all
+    first.process.kill()
+    assert [part.text for part in isolated.read(path, "records.json_", None)] == ["x"]
+    assert first not in isolated._all
+
+
+def test_what_is_passed_over_inside_is_told(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = _records(tmp_path, {"text": "x"}, {"number": 1}, {"text": "y"})
+    assert len(list(isolated.read(path, "records.json_", None, notes.append))) == 2
+    assert notes == ["no text column"]
+
+
+def test_a_full_disk_is_not_the_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {"kind": "fault", "reason": "No space left on device", "errno": errno.ENOSPC}
+    monkeypatch.setattr(isolated, "_ask", lambda _: full)
+    with pytest.raises(OSError, match="No space left"):
+        list(isolated.read(_records(tmp_path, {"text": "x"}), "records.json_", None))
+
+
 def test_no_module_is_taken_from_a_persons_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('taken from the folder')")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
     assert [part.text for part in isolated.read(_records(tmp_path, {"text": "x"}), "records.json_", None)] == ["x"]
 
 

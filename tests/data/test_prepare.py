@@ -230,7 +230,7 @@ def test_what_was_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"a": "x"}, {"layout": "packed16"}, "layout 'packed16' does not exist; choose one of packed32, wide64"),
         ({"a": "x"}, {"sources": []}, "no source was given"),
         ({"a": "x"}, {"sources": [""]}, "no source was given"),
-        ({"a": "x"}, {"sources": ["texts", "./texts"]}, "texts was named twice"),
+        ({"a": "x"}, {"sources": ["texts", "./texts"]}, "texts was named twice, or with a folder it lies in"),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -19,7 +20,7 @@ from mambakit.cli import main
 from mambakit.data import tasks
 from mambakit.data.cluster import slurm_script
 from mambakit.data.prepare import documents, prepare, prepare_part
-from mambakit.data.shards import LAYOUTS, TokenStream
+from mambakit.data.shards import LAYOUTS, ShardError, TokenStream
 from mambakit.files import UserError
 
 from . import cases
@@ -104,6 +105,47 @@ def test_a_change_is_noticed_and_costs_little(
     assert cases.contents(tmp_path / "shards") == cases.contents(tmp_path / "expected")
 
 
+def test_files_of_the_same_name_and_time_are_not_mixed_up(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        cases.write_texts(tmp_path / name, {"x.txt": name * 8})
+        os.utime(tmp_path / name / "x.txt", (1e9, 1e9))
+    prepare([tmp_path / "a", tmp_path / "b"], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    assert _split(tmp_path / "shards")[0] == b"aaaaaaaa|bbbbbbbb|"
+
+
+@pytest.mark.parametrize("damage", ["task.json", "train.bin", "cut"])
+def test_what_is_left_of_a_task_is_done_again(tmp_path: Path, damage: str) -> None:
+    source = _texts(tmp_path / "texts", 3)
+    prepare_part(0, 1, [source], tmp_path / "shards", **OPTIONS)
+    task = next(path for path in (tmp_path / ".shards.tasks").iterdir() if path.is_dir())
+    if damage == "cut":
+        (task / "train.bin").write_bytes((task / "train.bin").read_bytes()[:-4])
+    else:
+        (task / damage).unlink()
+    prepare([source], tmp_path / "shards", **OPTIONS)
+    prepare([source], tmp_path / "expected", **OPTIONS)
+    assert cases.contents(tmp_path / "shards") == cases.contents(tmp_path / "expected")
+
+
+def test_a_mistake_does_not_take_the_work_of_others_away(tmp_path: Path) -> None:
+    source = _texts(tmp_path / "texts", 3)
+    prepare_part(0, 1, [source], tmp_path / "shards", **OPTIONS)
+    before = sorted((tmp_path / ".shards.tasks").iterdir())
+    with pytest.raises(UserError, match="missing does not exist"):
+        prepare([tmp_path / "missing"], tmp_path / "shards", **OPTIONS)
+    assert sorted((tmp_path / ".shards.tasks").iterdir()) == before
+    prepare([source], tmp_path / "shards", **OPTIONS)
+    with pytest.raises(ShardError, match="exists and is not empty"):
+        prepare_part(0, 1, [source], tmp_path / "shards", **OPTIONS)
+
+
+def test_strict_looks_at_what_was_done_before_it(tmp_path: Path) -> None:
+    source = cases.write_texts(tmp_path / "texts", {"a": "text", "b.pdf": "no PDF"})
+    prepare_part(0, 1, [source], tmp_path / "shards", **OPTIONS)
+    with pytest.raises(UserError, match=r"b.pdf cannot be read \(broken PDF\), and --strict was given"):
+        prepare([source], tmp_path / "shards", strict=True, **OPTIONS)
+
+
 def test_parts_that_do_not_exist_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="task 3/3 does not exist; need I/N with I from 0 to N-1"):
         prepare_part(3, 3, [tmp_path], tmp_path / "shards")
@@ -178,6 +220,24 @@ def test_a_format_of_ones_own_is_a_function(tmp_path: Path) -> None:
     assert list(documents([source], readers={".log": read})) == [("a.log", "one"), ("a.log", "two"), ("b.txt", "plain")]
     with pytest.raises(UserError, match=r"readers\['log'\]: need a suffix such as"):
         prepare([source], tmp_path / "other", readers={"log": read})
+    for wrong, message in (
+        (lambda path: path.read_text(), r"the reader for .log gave str for .*a.log; need a list of texts"),
+        (lambda path: [1], r"the reader for .log gave int among the texts of .*a.log"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare([source], tmp_path / "other", tokenizer="bytes", readers={".log": wrong})  # type: ignore[dict-item]
+
+
+def test_another_function_is_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = cases.write_texts(tmp_path / "texts", {"a.log": "x"})
+    for answer in ("old", "new"):
+        with monkeypatch.context() as patched:
+            if answer == "old":
+                _stop_before_the_end(patched)
+            read: Any = (lambda path: ["old"]) if answer == "old" else (lambda path: ["new"])
+            with contextlib.suppress(KeyboardInterrupt):
+                prepare([source], tmp_path / "shards", tokenizer="bytes", val_fraction=0, readers={".log": read})
+    assert _split(tmp_path / "shards")[0] == b"new|"
 
 
 def test_tables_and_settings_without_text_are_read_as_they_stand(tmp_path: Path) -> None:
@@ -201,3 +261,13 @@ def test_a_dataset_and_a_folder_make_one(tmp_path: Path) -> None:
     assert [text for _, text in documents([tmp_path / "splits"])] == rows["text"]
     with pytest.raises(UserError, match="hf:/missing/place cannot be opened"):
         prepare(["hf:/missing/place"], tmp_path / "other")
+    state = json.loads((tmp_path / "rows" / "state.json").read_text())
+    state["_data_files"][0]["filename"] = "../splits/train/" + state["_data_files"][0]["filename"]
+    (tmp_path / "rows" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="names files outside the folder"):
+        list(documents([tmp_path / "rows"]))
+
+
+def test_a_file_called_state_is_no_dataset(tmp_path: Path) -> None:
+    source = cases.write_texts(tmp_path / "texts", {"state.json": '{"a": 1}', "b.txt": "text"})
+    assert [text for _, text in documents([source])] == ["text", '{"a": 1}']

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..files import UserError
 from .documents import Part
+from .reading import named
 
 LOOKED_AT = 2**24  # characters of a document
 WORDS, PERMUTATIONS, BANDS, ALIKE = 5, 128, 16, 0.8
@@ -45,13 +46,13 @@ class Cleaning:
     @property
     def known(self) -> list[Any]:
         """What the outcome depends on."""
-        return [self.min_characters, self.copies, sorted(self.filters)]
+        return [self.min_characters, self.copies, {name: named(keeps) for name, keeps in sorted(self.filters.items())}]
 
     def judge(self, document: Iterator[Part]) -> tuple[str | None, Iterator[Part]]:
         """Why a document is left out, or None; and its parts, of which some have been read."""
         if not self.min_characters and not self.filters:
             return None, document
-        seen, text = self._look(document, LOOKED_AT if self.filters else self.min_characters)
+        seen, text = _look(document, LOOKED_AT if self.filters else self.min_characters)
         parts = itertools.chain(seen, document)
         if len(text.strip()) < self.min_characters:
             return "too short", parts
@@ -60,21 +61,26 @@ class Cleaning:
 
     def fingerprint(self, document: Iterator[Part]) -> Prints:
         """Of a document that stays."""
-        _, text = self._look(document, LOOKED_AT)
-        if self.copies == "exact":
-            return np.frombuffer(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest(), np.uint32)
-        return _minhash(text)
-
-    @staticmethod
-    def _look(document: Iterator[Part], characters: int) -> tuple[list[Part], str]:
-        seen: list[Part] = []
-        size = 0
+        if self.copies == "near":
+            return _minhash(_look(document, LOOKED_AT)[1])
+        seen = hashlib.blake2b(digest_size=16)
         for part in document:
-            seen.append(part)
-            size += len(part.text)
-            if size >= characters:
-                break
-        return seen, "".join(part.text for part in seen)
+            seen.update(part.text.encode("utf-8", "replace"))
+        return np.frombuffer(seen.digest(), np.uint32)
+
+
+def _look(document: Iterator[Part], characters: int) -> tuple[list[Part], str]:
+    """The first parts of a document, with so many characters between the first and the last that are no space."""
+    seen: list[Part] = []
+    size = spaces = 0  # spaces: at the end of what was seen
+    for part in document:
+        seen.append(part)
+        text = part.text if size else part.text.lstrip()
+        size += len(text)
+        spaces = len(text) - len(text.rstrip()) + (0 if text.strip() else spaces)
+        if size - spaces >= characters:
+            break
+    return seen, "".join(part.text for part in seen)
 
 
 def _minhash(text: str) -> Prints:

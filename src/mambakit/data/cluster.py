@@ -15,7 +15,6 @@ from typing import Any
 
 from ..files import UserError
 from ..progress import say
-from .datasets import is_dataset
 from .prepare import prepare_part
 
 
@@ -24,7 +23,9 @@ def slurm_script(sources: Sequence[str], out: Path, flags: Sequence[str], parts:
     if parts < 1:
         raise UserError(f"--sbatch {parts}: need a number of parts of at least 1")
     named = [source if source.startswith("hf:") else os.path.abspath(source) for source in sources]
-    command = shlex.join([sys.executable, "-m", "mambakit", "prepare", *named, "--out", os.path.abspath(out), *flags])
+    script = Path(sys.executable).with_name("mambakit")  # -m would look for modules where the job is submitted
+    program = [str(script)] if script.is_file() else [sys.executable, "-m", "mambakit"]
+    command = shlex.join([*program, "prepare", *named, "--out", os.path.abspath(out), *flags])
     part = f"{command} --task $SLURM_ARRAY_TASK_ID/{parts}"
     return f"""#!/bin/bash
 # Submits {parts} parts of the work, and after them what puts them together. Options for sbatch, such as a partition,
@@ -42,12 +43,17 @@ def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, A
     except ImportError:
         raise UserError("--ray needs Ray: pip install 'mambakit[ray]'") from None
     ray: Any = library
-    ray.init(address=None if address == "local" else address, log_to_driver=False, configure_logging=False)
+    try:
+        ray.init(address=None if address == "local" else address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError) as error:
+        raise UserError(f"--ray {address}: {str(error).splitlines()[0]}") from None
     try:
         count = parts or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        named = [source if is_dataset(source) else os.path.abspath(source) for source in sources]
+        named = [source if source.startswith("hf:") else os.path.abspath(source) for source in sources]
         say(f"{count} parts on {len(ray.nodes())} machines")
         part = ray.remote(num_cpus=1, max_retries=8)(prepare_part)
         ray.get([part.remote(number, count, named, os.path.abspath(out), **options) for number in range(count)])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, UserError) else error from None
     finally:
         ray.shutdown()

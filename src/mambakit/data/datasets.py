@@ -6,13 +6,15 @@ dataset of the hub, which is streamed. Only rows are taken from it; no code that
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import UserError
+from ..files import UserError, read_json
 
 SLICE_ROWS = 2**16
 GUESSED_BYTES = 2**26  # of a slice whose size is not known before it is read
@@ -31,7 +33,8 @@ class Slice:
 
     @property
     def name(self) -> str:
-        return f"{self.spec}/{self.number}"
+        """The same wherever a folder lies."""
+        return f"{self.spec}/{self.number}" if _is_streamed(self.spec) else f"rows/{self.number}"
 
     @property
     def path(self) -> Path:
@@ -41,7 +44,8 @@ class Slice:
 def is_dataset(source: str) -> bool:
     """Whether a source is a dataset, and no folder of documents."""
     folder = Path(source)
-    return source.startswith("hf:") or any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    is_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    return source.startswith("hf:") or is_one or (folder / "dataset_dict.json").is_file()
 
 
 def slices(source: str) -> list[Slice]:
@@ -51,14 +55,32 @@ def slices(source: str) -> list[Slice]:
         count = max(1, int(getattr(dataset, "num_shards", 1)))
         stamp = str(getattr(dataset.info, "version", "")) + str(getattr(dataset.info, "download_checksums", ""))
         return [Slice(source, number, count, GUESSED_BYTES, stamp) for number in range(count)]
-    count = max(1, -(-len(dataset) // SLICE_ROWS))
+    count = -(-len(dataset) // SLICE_ROWS)
     size = int(dataset.data.nbytes)
     return [Slice(source, number, count, max(1, size // count), dataset._fingerprint) for number in range(count)]
 
 
+def _check_inside(folder: Path) -> None:
+    """A folder names the files of its rows: they must be its own."""
+    root = os.path.realpath(folder)
+    for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
+        for file in read_json(state).get("_data_files", ()):
+            if not os.path.realpath(state.parent / str(file["filename"])).startswith(root + os.sep):
+                raise UserError(f"{state} names files outside the folder")
+
+
 def rows(part: Slice) -> Iterator[dict[str, Any]]:
     """The rows of a slice."""
-    dataset = _open(part.spec)
+    try:
+        yield from _rows(part)
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:  # the library raises whatever those below it do
+        raise UserError(f"{part.spec} cannot be read: {_first_line(error)}") from None
+
+
+def _rows(part: Slice) -> Iterator[dict[str, Any]]:
+    dataset = _undecoded(_open(part.spec))
     if _is_streamed(part.spec):
         yield from dataset.shard(num_shards=part.count, index=part.number) if part.count > 1 else dataset
     else:
@@ -66,6 +88,14 @@ def rows(part: Slice) -> Iterator[dict[str, Any]]:
         for first in range(begin, min(len(dataset), begin + SLICE_ROWS), 1000):
             batch = dataset[first : min(len(dataset), begin + SLICE_ROWS, first + 1000)]
             yield from (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
+
+
+def _undecoded(dataset: Any) -> Any:
+    """Images and sounds as they are stored: to open them could fail, and they are no text."""
+    for name, feature in (dataset.features or {}).items():
+        if getattr(feature, "decode", False):
+            dataset = dataset.cast_column(name, dataclasses.replace(feature, decode=False))
+    return dataset
 
 
 def _is_streamed(source: str) -> bool:
@@ -79,6 +109,7 @@ def _open(source: str) -> Any:
         raise UserError(f"reading {source} needs datasets: pip install 'mambakit[datasets]'") from None
     try:
         if not _is_streamed(source):
+            _check_inside(Path(source))
             found = datasets.load_from_disk(source)
             return _split(source, found, None)
         match = FORM.fullmatch(source)
@@ -89,8 +120,11 @@ def _open(source: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # the library raises whatever those below it do
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{source} cannot be opened: {reason}") from None
+        raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _split(source: str, found: Any, wanted: str | None) -> Any:

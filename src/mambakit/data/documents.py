@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -18,6 +19,17 @@ class Part:
 
 class Unreadable(Exception):  # noqa: N818
     """A file that gives no text, and why: a few words, the same for all such files, such as "encrypted"."""
+
+
+# What an error of the system says of this machine, and not of the file that was read.
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, None)
+
+
+def unreadable(error: OSError) -> Unreadable:
+    """What an error says of a file; where it speaks of this machine, it is raised again."""
+    if error.errno in MACHINE:
+        raise error
+    return Unreadable(f"cannot be read: {error.strerror}")
 
 
 # Reads an open file, which can be sought in, from its beginning. Raises Unreadable, before the first part or later.

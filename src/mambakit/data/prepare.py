@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .. import __version__
-from ..files import LockedError, UserError, checksum, lock, new_folder, write_json
+from ..files import LockedError, UserError, check_free, checksum, lock, new_folder, write_json
 from ..progress import progress, say
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter
@@ -74,11 +74,12 @@ def prepare(
         layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}), shard_tokens,
         leave_out,
     )  # fmt: skip
-    with _work_folder(options.out) as work, new_folder(options.out, shards.ShardError) as beside:
-        plan = _plan(options, work)
-        plan.do(options.workers, strict)
-        index = _put_together(options, plan, beside)
-    shutil.rmtree(_work_path(options.out), ignore_errors=True)
+    with _work_folder(options.out) as work:
+        with new_folder(options.out, shards.ShardError) as beside:
+            plan = _plan(options, work)
+            plan.do(options.workers, strict)
+            index = _put_together(options, plan, beside)
+        shutil.rmtree(work, ignore_errors=True)
     return index
 
 
@@ -98,6 +99,7 @@ def prepare_part(
         layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}), SHARD_TOKENS,
         leave_out,
     )  # fmt: skip
+    check_free(options.out, shards.ShardError)
     with _work_folder(options.out, is_shared=True) as work:
         plan = _plan(options, work)
         plan.only(part, parts).do(options.workers, strict)
@@ -130,9 +132,10 @@ def _check_options(
         raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
     if not sources or not all(map(str, sources)):
         raise UserError("no source was given; name at least one file or folder of text")
-    places = [os.path.abspath(source) for source in sources]
-    if twice := [str(source) for source, place in zip(sources, places, strict=True) if places.count(place) > 1]:
-        raise UserError(f"{twice[0]} was named twice; to have more of it, give it more weight in data.mix")
+    places = [os.path.realpath(source) for source in sources if not str(source).startswith("hf:")]
+    for number, place in enumerate(places):
+        if any(place == other or place.startswith(other + os.sep) for other in places[:number] + places[number + 1 :]):
+            raise UserError(f"{place} was named twice, or with a folder it lies in; for more of it, use data.mix")
     check_spec(tokenizer)
     check_readers(readers)
 
@@ -153,7 +156,7 @@ class _Plan:
     def do(self, workers: int, strict: bool) -> None:
         with progress("tokenizing", sum(task.num_bytes for task in self.tasks), "MB", 1e6) as advance:
             for task, folder in zip(self.tasks, self.folders, strict=True):
-                if (folder / tasks.REPORT).is_file():
+                if tasks.is_done(folder, LAYOUTS[self.settings.layout]):
                     advance(task.num_bytes)
                 else:
                     tasks.run(task, self.settings, self.tokenizer, folder, workers, strict, advance)
@@ -186,7 +189,7 @@ def _put_together(options: _Options, plan: _Plan, beside: Path) -> Index:
         }
         merged = tasks.merge(plan.tasks, plan.folders, writers)
         written = {split: writer.close() for split, writer in writers.items()}
-    _check_merged(plan.sources, merged)
+    _check_merged(plan.sources, merged, options)
     report = {source.name: _summary(source, merged[source.name], options) for source in plan.sources}
     index = Index(
         format="mambakit-shards",
@@ -212,43 +215,41 @@ def _work_path(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _work_folder(out: Path, *, is_shared: bool = False) -> Iterator[Path]:
-    """Where tasks that are done lie until all are. After a mistake, nothing stays where there are no tokens."""
+    """Where tasks that are done lie until all are: for one process, or for those that do parts of the work. After a
+    mistake, nothing stays where there are no tokens."""
     work = _work_path(out)
     made = [folder for folder in work.parents if not folder.exists()]
-    try:
-        with contextlib.nullcontext() if is_shared else _alone_in(work):
-            work.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        _wait_for(work, held, is_shared)
+        try:
             yield work
-    except Exception as problem:
-        if not is_shared and not any(path.stat().st_size for path in work.glob("*/*.bin")):
-            shutil.rmtree(work, ignore_errors=True)
-            for folder in made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-        if isinstance(problem, (PermissionError, NotADirectoryError, FileExistsError)):
-            raise shards.ShardError(f"{work.parent} cannot be written in: {problem.strerror}") from None
-        raise
+        except Exception:
+            if not is_shared and not any(path.stat().st_size for path in work.glob("*/*.bin")):
+                shutil.rmtree(work, ignore_errors=True)
+                for folder in made:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+            raise
 
 
-@contextlib.contextmanager
-def _alone_in(work: Path) -> Iterator[None]:
-    """Wait until no other process works in the folder."""
+def _wait_for(work: Path, held: contextlib.ExitStack, is_shared: bool) -> None:
+    """Make the folder and take its lock, waiting for another process that has it."""
     said = False
-    with contextlib.ExitStack() as stack:
-        while True:
+    while True:
+        try:
             work.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(lock(work / ".lock"))
-            except LockedError as other:
-                if not said:
-                    say(f"{other} prepares the same; waiting for it")
-                    said = True
-                time.sleep(0.1)
-                continue
-            if (work / ".lock").exists():
-                break
-            stack.close()  # the one who had it has taken all away
-        yield
+            held.enter_context(lock(work / ".lock", is_shared=is_shared))
+        except LockedError as other:
+            if not said:
+                say(f"{other} prepares the same; waiting for it")
+                said = True
+            time.sleep(0.1)
+            continue
+        except OSError as problem:
+            raise shards.ShardError(f"{work.parent} cannot be written in: {problem.strerror}") from None
+        if (work / ".lock").exists():
+            return
+        held.close()  # the one who had it has taken all away
 
 
 def _list(name: str, leave_out: Path | None) -> Source:
@@ -269,6 +270,9 @@ def _check_listed(sources: Sequence[Source], strict: bool) -> None:
         if strict and source.skipped:
             first = source.skipped[0]
             raise UserError(f"{first.path} cannot be read ({first.reason}), and --strict was given")
+        if not source.files:
+            listed = _listed(Counter(skipped.reason for skipped in source.skipped))
+            raise UserError(f"{source.name} holds no text: {f'it has {listed}' if listed else 'it is empty'}")
 
 
 def _without_copies(options: _Options, cut: list[Task], work: Path) -> list[Task]:
@@ -331,14 +335,19 @@ def _sample(work: Sequence[Task], settings: Settings) -> Iterator[str]:
                         break
 
 
-def _check_merged(sources: Sequence[Source], merged: dict[str, Merged]) -> None:
+def _check_merged(sources: Sequence[Source], merged: dict[str, Merged], options: _Options) -> None:
     for source in sources:
         found = merged.setdefault(source.name, Merged())
+        if options.strict and found.skipped:  # by tasks that were done before without it
+            name, reason = found.skipped[0]
+            raise UserError(f"{name} cannot be read ({reason}), and --strict was given")
         listed = _listed(_reasons(source, found))
         if not any(found.counts[split]["documents"] for split in SPLITS):
             raise UserError(f"{source.name} holds no text: {f'it has {listed}' if listed else 'it is empty'}")
         if listed:
             say(f"{source.name}: {sum(found.kinds.values())} files read; passed over: {listed}")
+    if options.val_fraction and not any(found.counts["val"]["documents"] for found in merged.values()):
+        say("nothing is held out for validation: the documents are too few")
 
 
 def _reasons(source: Source, found: Merged) -> Counter[str]:

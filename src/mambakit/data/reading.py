@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..files import UserError
 from . import datasets, isolated
-from .documents import Part, Unreadable
+from .documents import Part, Unreadable, unreadable
 from .readers import names, packed, records, text
 from .sources import SourceFile
 
@@ -101,12 +101,15 @@ class Reading:
             try:
                 for file in files:
                     chosen = self._isolated_format(file)
-                    ahead = pool.submit(isolated.read, file.path, chosen, self.text_column) if chosen else None
+                    ahead = pool.submit(isolated.read, file.path, chosen, self.text_column, note) if chosen else None
                     waiting.append((file, ahead))
                     if len(waiting) > 2 * workers:
                         yield self._next(waiting, note)
                 while waiting:
                     yield self._next(waiting, note)
+            except BaseException:
+                isolated.stop()  # what they are at is of no more use
+                raise
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
@@ -121,7 +124,7 @@ class Reading:
             with file.path.open("rb") as stream:
                 yield from self._or_as_it_stands(parts, stream, FORMATS[file.path.suffix.lower()])
         except OSError as error:
-            raise Unreadable(f"cannot be read: {error.strerror}") from None
+            raise unreadable(error) from None
 
     def _isolated_format(self, file: Unit) -> str | None:
         suffix = file.path.suffix.lower()
@@ -135,7 +138,7 @@ class Reading:
             return
         try:
             if own := self.own.get(file.path.suffix.lower()):
-                yield from (Part(text) for text in own(file.path))
+                yield from _own_parts(own, file.path)
                 return
             with file.path.open("rb") as stream:
                 inner = packed.inner_name(file.name)
@@ -146,7 +149,7 @@ class Reading:
                 else:
                     yield from self._read(stream, file.path, file.name, note)
         except OSError as error:
-            raise Unreadable(f"cannot be read: {error.strerror}") from None
+            raise unreadable(error) from None
 
     def _read(self, stream: BinaryIO, path: Path, name: str, note: Callable[[str], None]) -> Iterator[Part]:
         chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
@@ -159,7 +162,7 @@ class Reading:
             yield from text.read(stream)
         else:
             found = (
-                isolated.read(path, chosen.function, self.text_column)
+                isolated.read(path, chosen.function, self.text_column, note)
                 if chosen.is_isolated
                 else call(chosen.function, stream, self.text_column, note)
             )
@@ -205,7 +208,7 @@ class Reading:
             while block := stream.read(2**20):
                 copy.write(block)
             copy.flush()
-            found = isolated.read(Path(copy.name), chosen.function, self.text_column)
+            found = isolated.read(Path(copy.name), chosen.function, self.text_column, note)
             yield from self._or_as_it_stands(found, stream, chosen)
 
 
@@ -217,6 +220,29 @@ def call(
     reader = getattr(importlib.import_module(f".readers.{module}", __package__), name)
     parts: Iterator[Part] = reader(stream, text_column, note) if module == "records" else reader(stream)
     return parts
+
+
+def _own_parts(own: Own, path: Path) -> Iterator[Part]:
+    texts = own(path)
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise UserError(f"the reader for {path.suffix} gave {type(texts).__name__} for {path}; need a list of texts")
+    for one in texts:
+        if not isinstance(one, str):
+            raise UserError(
+                f"the reader for {path.suffix} gave {type(one).__name__} among the texts of {path}; need str"
+            )
+        yield Part(one)
+
+
+def named(function: Callable[..., Any]) -> str:
+    """What tells one function from another: its name and code, where it has them."""
+    code = getattr(function, "__code__", None)
+    return repr(
+        (
+            getattr(function, "__qualname__", repr(function)),
+            code and (code.co_code, repr(code.co_consts), code.co_names),
+        )
+    )
 
 
 def check_readers(own: Mapping[str, Own]) -> None:

@@ -78,6 +78,8 @@ def _walk(folder: Path, root: Path, leave_out: str | None) -> Iterator[SourceFil
             yield _entry(path, path.relative_to(root).as_posix())
         elif leads_nowhere:
             yield Skipped(path, "a link that leads nowhere")
+        else:
+            yield Skipped(path, "a link to a folder" if entry.is_symlink() else "not a file")
 
 
 def _is_inside(path: Path, root: Path) -> bool:

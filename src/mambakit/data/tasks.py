@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -27,7 +28,7 @@ from .cleaning import COPY, Cleaning, Prints
 from .documents import Part, Unreadable
 from .holding_out import FEW, Piece, documents_of, draws, limit_of, pieces
 from .readers.packed import is_packed
-from .reading import Reading, Unit
+from .reading import Reading, Unit, named
 from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
 from .sources import Skipped
 from .tokenize import Encoder, encode_all, end_of
@@ -51,6 +52,10 @@ class Source:
     @property
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def place(self) -> str:
+        return self.name if self.name.startswith("hf:") else os.path.realpath(self.name)
 
     def by_block(self, file: Unit, reading: Reading, val_fraction: float) -> bool:
         """Whether blocks of a file are held out, and not the whole of it."""
@@ -83,7 +88,7 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        own = {suffix: f"{reader.__module__}.{reader.__qualname__}" for suffix, reader in self.reading.own.items()}
+        own = {suffix: named(reader) for suffix, reader in self.reading.own.items()}
         known = [
             self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, own,
             self.cleaning.known,
@@ -106,7 +111,7 @@ class Task:
     def key(self, settings: Settings) -> str:
         seen = hashlib.sha256(settings.digest.encode())
         seen.update(repr((self.source.limit, 0 < len(self.source.files) * settings.val_fraction < FEW)).encode())
-        seen.update(repr(sorted(self.copies)).encode())
+        seen.update(repr((self.source.place, sorted(self.copies))).encode(errors="surrogateescape"))
         for file in self.files:
             seen.update(repr((file.name, file.stamp)).encode(errors="surrogateescape"))
         return seen.hexdigest()[:32]
@@ -128,7 +133,7 @@ class Task:
             return document
 
         for file, found in reading.parts_of_all(self.files, workers, note):
-            parts = _heard(found, file, skip)
+            parts = _heard(found, file, skip, note)
             by_block = self.source.by_block(file, reading, settings.val_fraction)
             has_records = reading.has_records(file)
             left = file.size
@@ -145,7 +150,7 @@ class Task:
         """Of all its documents; zeros of those that are left out anyway."""
         found = []
         for file, parts in settings.reading.parts_of_all(self.files, workers):
-            for document in documents_of(_heard(parts, file, lambda *_: None)):
+            for document in documents_of(_heard(parts, file, lambda *_: None, lambda _: None)):
                 reason, judged = settings.cleaning.judge(document)
                 found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
             advance(file.size)
@@ -155,16 +160,21 @@ class Task:
         )
 
 
-def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None]) -> Iterator[Part]:
+def _heard(
+    parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None], note: Callable[[str], None]
+) -> Iterator[Part]:
+    found = False
     try:
-        found = False
         for part in parts:
             found = found or bool(part.text)
             yield part
         if not found:
             skip(file, "empty")
     except Unreadable as reason:
-        skip(file, str(reason))
+        if found:
+            note(f"read in part: {reason}")
+        else:
+            skip(file, str(reason))
 
 
 def cut(sources: Sequence[Source]) -> list[Task]:
@@ -214,12 +224,28 @@ def run(
                 "kinds": dict(sorted((kind, count) for kind, count in kinds.items() if count)),
             },
         )
-        for path in beside.iterdir():
+        for path in (*beside.iterdir(), beside):
             sync(path)
-        with contextlib.suppress(OSError):  # another process was faster, with the same bytes
+        if folder.exists() and not is_done(folder, layout):  # what a lost disk or a person left of it
+            shutil.rmtree(folder)
+        try:
             beside.rename(folder)
+        except OSError:
+            if not is_done(folder, layout):  # else another process was faster, with the same bytes
+                raise
+        sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def is_done(folder: Path, layout: Layout) -> bool:
+    """Whether all that a task writes is there."""
+    try:
+        counts = read_json(folder / REPORT)["counts"]
+        sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
+    except (UserError, OSError, KeyError, TypeError):
+        return False
+    return all(sizes[split] == counts[split]["tokens"] * layout.dtype.itemsize for split in SPLITS)
 
 
 def _write(

@@ -194,9 +194,9 @@ def _is_number(value: str) -> bool:
 def _json_lines(stream: BinaryIO) -> Records:
     broken: int | None = 0  # None once a line was good
     for line in _lines(stream):
-        if line.isspace():
+        if line is not None and line.isspace():
             continue
-        record = _parsed(line)
+        record = Unreadable("a line too long") if line is None else _parsed(line)
         if not isinstance(record, Unreadable):
             broken = None
         elif broken is not None:
@@ -217,8 +217,9 @@ def _parsed(line: str) -> Any | Unreadable:
         return Unreadable("broken JSON")
 
 
-def _lines(stream: BinaryIO) -> Iterator[str]:
-    """Lines in UTF-8, or UTF-16 or UTF-32 by the first bytes. Wrong bytes become U+FFFD: a line is lost, not a file."""
+def _lines(stream: BinaryIO) -> Iterator[str | None]:
+    """Lines in UTF-8, or UTF-16 or UTF-32 by the first bytes; None for one that is too long. Wrong bytes become U+FFFD:
+    a line is lost, not a file."""
     if isinstance(stream, io.BufferedReader) and not stream.seekable():  # being unpacked, and read from its beginning
         first = stream.peek(4)[:4]
     else:
@@ -230,8 +231,11 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
     try:
         while line := wrapper.readline(LONGEST_RECORD + 1):
             if len(line) > LONGEST_RECORD:
-                raise Unreadable("a line too long")
-            yield line
+                while line and not line.endswith("\n"):
+                    line = wrapper.readline(LONGEST_RECORD)
+                yield None
+            else:
+                yield line
     finally:
         wrapper.detach()
 
