@@ -68,41 +68,29 @@ def prepare(
     `min_characters`, `copies` (keep, exact or near ones) of earlier ones, and what one of the `filters`, functions from
     a text to whether it stays, refuses. The folder `leave_out`, somewhere inside the sources, is passed over.
     """
-    _check_options(sources, tokenizer, val_fraction, layout, readers or {})
-    options = _Options(
-        [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1, strict,
-        layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}), shard_tokens,
-        leave_out,
+    options = _Options.of(
+        sources, out, tokenizer=tokenizer, val_fraction=val_fraction, workers=workers, strict=strict, layout=layout,
+        text_column=text_column, readers=readers, min_characters=min_characters, copies=copies, filters=filters,
+        shard_tokens=shard_tokens, leave_out=leave_out,
     )  # fmt: skip
     with _work_folder(options.out) as work:
         with new_folder(options.out, shards.ShardError) as beside:
             plan = _plan(options, work)
-            plan.do(options.workers, strict)
+            plan.do(options)
             index = _put_together(options, plan, beside)
         shutil.rmtree(work, ignore_errors=True)
     return index
 
 
-def prepare_part(
-    part: int, parts: int, sources: Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
-    val_fraction: float = 0.02, workers: int | None = None, strict: bool = False, layout: str | None = None,
-    text_column: str | None = None, readers: Mapping[str, Own] | None = None, min_characters: int = 0,
-    copies: str = "keep", filters: Mapping[str, Filter] | None = None, leave_out: Path | None = None,
-) -> None:  # fmt: skip
-    """Do one part of the work of `prepare` and leave it beside `out`, where a later call of `prepare` with the same
-    settings finds it. Parts 0 to `parts` - 1 may be done by machines that share a disk, at the same time."""
+def prepare_part(part: int, parts: int, sources: Sequence[str | Path], out: str | Path, **options: Any) -> None:
+    """Do one part of the work of `prepare`, given the same options, and leave it beside `out`, where a later call of
+    `prepare` finds it. Parts 0 to `parts` - 1 may be done by machines that share a disk, at the same time."""
     if not 0 <= part < parts:
         raise UserError(f"task {part}/{parts} does not exist; need I/N with I from 0 to N-1")
-    _check_options(sources, tokenizer, val_fraction, layout, readers or {})
-    options = _Options(
-        [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1, strict,
-        layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}), SHARD_TOKENS,
-        leave_out,
-    )  # fmt: skip
-    check_free(options.out, shards.ShardError)
-    with _work_folder(options.out, is_shared=True) as work:
-        plan = _plan(options, work)
-        plan.only(part, parts).do(options.workers, strict)
+    chosen = _Options.of(sources, out, **options)
+    check_free(chosen.out, shards.ShardError)
+    with _work_folder(chosen.out, is_shared=True) as work:
+        _plan(chosen, work).only(part, parts).do(chosen)
 
 
 @dataclass(frozen=True)
@@ -119,25 +107,40 @@ class _Options:
     shard_tokens: int
     leave_out: Path | None
 
+    @classmethod
+    def of(
+        cls, sources: Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
+        val_fraction: float = 0.02, workers: int | None = None, strict: bool = False, layout: str | None = None,
+        text_column: str | None = None, readers: Mapping[str, Own] | None = None, min_characters: int = 0,
+        copies: str = "keep", filters: Mapping[str, Filter] | None = None, shard_tokens: int = SHARD_TOKENS,
+        leave_out: Path | None = None,
+    ) -> _Options:  # fmt: skip
+        """What `prepare` was given, once it is known to be possible."""
+        if not 0 <= val_fraction < 1:
+            raise UserError(f"val_fraction={val_fraction}: need a share from 0 up to, but not, 1")
+        if layout is not None and layout not in LAYOUTS:
+            raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
+        if not sources or not all(map(str, sources)):
+            raise UserError("no source was given; name at least one file or folder of text")
+        if workers is not None and workers < 1:
+            raise UserError(f"workers={workers}: need at least 1")
+        _check_apart([os.path.realpath(source) for source in sources if not str(source).startswith("hf:")])
+        check_spec(tokenizer)
+        check_readers(readers or {})
+        return cls(
+            [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1,
+            strict, layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}),
+            shard_tokens, leave_out,
+        )  # fmt: skip
+
     def settings(self, tokenizer: str = "", layout: str = "") -> Settings:
         return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning)
 
 
-def _check_options(
-    sources: Sequence[str | Path], tokenizer: str, val_fraction: float, layout: str | None, readers: Mapping[str, Own]
-) -> None:
-    if not 0 <= val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction}: need a share from 0 up to, but not, 1")
-    if layout is not None and layout not in LAYOUTS:
-        raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
-    if not sources or not all(map(str, sources)):
-        raise UserError("no source was given; name at least one file or folder of text")
-    places = [os.path.realpath(source) for source in sources if not str(source).startswith("hf:")]
+def _check_apart(places: list[str]) -> None:
     for number, place in enumerate(places):
         if any(place == other or place.startswith(other + os.sep) for other in places[:number] + places[number + 1 :]):
             raise UserError(f"{place} was named twice, or with a folder it lies in; for more of it, use data.mix")
-    check_spec(tokenizer)
-    check_readers(readers)
 
 
 @dataclass(frozen=True)
@@ -153,13 +156,13 @@ class _Plan:
     def only(self, part: int, parts: int) -> _Plan:
         return dataclasses.replace(self, tasks=self.tasks[part::parts], folders=self.folders[part::parts])
 
-    def do(self, workers: int, strict: bool) -> None:
+    def do(self, options: _Options) -> None:
         with progress("tokenizing", sum(task.num_bytes for task in self.tasks), "MB", 1e6) as advance:
             for task, folder in zip(self.tasks, self.folders, strict=True):
                 if tasks.is_done(folder, LAYOUTS[self.settings.layout]):
                     advance(task.num_bytes)
                 else:
-                    tasks.run(task, self.settings, self.tokenizer, folder, workers, strict, advance)
+                    tasks.run(task, self.settings, self.tokenizer, folder, options.workers, options.strict, advance)
 
 
 def _plan(options: _Options, work: Path) -> _Plan:
