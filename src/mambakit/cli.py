@@ -87,7 +87,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to com
 
 
 def prepare(
-    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents")],
+    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents, and datasets (hf:NAME)")],
     /,
     out: Annotated[Path, arg(metavar="DIR", help="the folder of shards to make")],
     tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
