@@ -244,6 +244,9 @@ class DataConfig(Settings):
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
     workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
     prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
+    tokens: Literal["auto", "packed32", "uint16", "uint32"] = Field(
+        "auto", description="for .bin and .npy files of tokens: how they are written; found out unless set"
+    )
     mix: Annotated[tuple[Annotated[float, Field(strict=False)], ...], Field(strict=False)] = Field(
         (), description="how often rows come from each source, in the order they were prepared in; by size unless set"
     )

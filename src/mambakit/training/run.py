@@ -20,6 +20,7 @@ from ..checkpoint import CheckpointError, huggingface, load, native
 from ..checkpoint.loading import read_config as read_model_config
 from ..checkpoint.native import TrainState
 from ..config import UNKNOWN_VOCABULARY, ConfigError, RunConfig, read_config, resolve, write_yaml
+from ..data.foreign import adopt, is_tokens
 from ..data.lanes import document_ranges
 from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
@@ -292,6 +293,8 @@ def _open_data(config: RunConfig, folder: Path) -> Path:
         if len(paths) > 1:
             raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
         return paths[0]
+    if paths and all(is_tokens(path) for path in paths):
+        return adopt(paths, config.data.tokenizer, config.data.tokens)
     return prepare_once(
         config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction,
         text_column=config.data.text_column, leave_out=folder,

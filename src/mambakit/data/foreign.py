@@ -1,0 +1,204 @@
+"""Files of tokens that others wrote, trained on as they are.
+
+| | |
+| --- | --- |
+| packed32 | int32 in the layout of our own shards, bare `.bin` or `.npy`: ids, positions and loss bits are theirs |
+| uint16, uint32 | plain ids, as nanoGPT writes them: documents end after the tokenizer's end of text |
+| Megatron | `.bin` with an `.idx` beside it, which says where documents end |
+
+A folder of shards is made of them once, in the cache: they are copied into the packed layout and checked.
+Files whose name begins with val, valid or test are the validation split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..files import UserError, checksum, new_folder, write_json
+from ..progress import progress, say
+from . import shards
+from .prepare import cache_folder
+from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
+from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
+
+SUFFIXES = (".bin", ".npy")
+KINDS = ("auto", "packed32", "uint16", "uint32")
+BLOCK = 2**22  # tokens that are looked at in one go
+LOOKED_AT = 2**16  # of a file whose kind is to be found out
+MEGATRON = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens: as it lies on disk, and how it is to be read."""
+
+    path: Path
+    kind: str  # packed32 or plain
+    array: NDArray[Any]
+    ends: NDArray[np.int64] | None = None  # where documents end, if the file says so
+
+    @property
+    def split(self) -> str:
+        return "val" if self.path.stem.lower().startswith(("val", "test")) else "train"
+
+    def packed(self, layout: Layout, end_token: int) -> Iterator[NDArray[Any]]:
+        """All tokens in the layout of shards."""
+        began, starts_next = 0, True  # where the document began that goes on, and whether the next token begins one
+        for begin in range(0, len(self.array), BLOCK):
+            block = np.asarray(self.array[begin : begin + BLOCK])
+            if self.kind == "packed32":
+                yield block
+                continue
+            tokens = block.astype(np.int64)
+            if tokens.min() < 0 or tokens.max() >= layout.largest_vocabulary:
+                raise shards.ShardError(f"{self.path} holds ids outside 0…{layout.largest_vocabulary - 1}")
+            place = np.arange(begin, begin + len(tokens))
+            starts = np.zeros(len(tokens), dtype=bool)
+            if self.ends is None:
+                starts[1:] = tokens[:-1] == end_token
+                starts[0] = starts_next
+                starts_next = bool(tokens[-1] == end_token)
+            else:
+                starts[self.ends[(self.ends >= begin) & (self.ends < begin + len(tokens))] - begin] = True
+                starts[0] |= begin == 0
+            since = np.maximum.accumulate(np.where(starts, place, began))
+            began = int(since[-1])
+            positions = np.minimum(place - since, layout.max_position)
+            learned = (~starts).astype(np.int64) << (layout.token_bits + layout.position_bits)
+            yield (tokens | positions << layout.token_bits | learned).astype(layout.dtype)
+
+
+def is_tokens(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.is_file()
+
+
+def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto") -> Path:
+    """The folder of shards for these files, made now unless it was made before and none has changed since."""
+    if tokenizer.startswith("train:"):
+        raise UserError(
+            f"{paths[0]} holds tokens, not text: name the tokenizer they were made with by --data.tokenizer FILE"
+        )
+    check_spec(tokenizer)
+    opened = open_tokenizer(tokenizer)
+    seen = hashlib.sha256(json.dumps([shards.VERSION, opened.to_str(), kind]).encode())
+    for path in paths:
+        state = path.stat()
+        seen.update(repr((os.path.realpath(path), state.st_size, state.st_mtime_ns)).encode(errors="surrogateescape"))
+    folder = cache_folder() / "shards" / seen.hexdigest()[:32]
+    if shards.is_shards(folder):
+        say(f"the shards of these tokens are in {folder} already")
+        return folder
+    files = [_open(path, kind) for path in sorted(paths)]
+    largest = max(
+        int(LAYOUTS["packed32"].tokens(f.array[:LOOKED_AT]).max() if f.kind == "packed32" else 0) for f in files
+    )
+    layout = LAYOUTS["packed32" if vocab_size(opened) <= 2**16 else "wide64"]
+    if layout.name == "wide64" and any(file.kind == "packed32" for file in files):
+        raise UserError(
+            f"the tokenizer has {vocab_size(opened)} ids, more than the packed layout holds: it is not theirs"
+        )
+    if largest >= vocab_size(opened):
+        raise UserError(
+            f"{paths[0]} holds token {largest}, but the tokenizer has {vocab_size(opened)}: it is not theirs"
+        )
+    with new_folder(folder, shards.ShardError) as beside:
+        (beside / shards.TOKENIZER).write_bytes(opened.to_str(pretty=True).encode())
+        written, counts = _write(files, layout, end_of(opened), beside)
+        index = Index(
+            format="mambakit-shards", version=1, layout=layout.name, tokenizer=tokenizer,
+            tokenizer_sha256=checksum(beside / shards.TOKENIZER), vocab_size=vocab_size(opened),
+            end_token=end_of(opened), counts=counts, shards=written,
+            sources={str(file.path): {"tokens": {file.split: len(file.array)}} for file in files},
+        )  # fmt: skip
+        write_json(beside / shards.INDEX, index.model_dump())
+    if problems := list(shards.verify(folder)):
+        shutil.rmtree(folder)
+        raise shards.ShardError(f"{', '.join(str(path) for path in paths)}: {problems[0]}")
+    return folder
+
+
+def _write(
+    files: Sequence[TokenFile], layout: Layout, end_token: int, folder: Path
+) -> tuple[dict[str, list[Shard]], dict[str, SplitCounts]]:
+    written: dict[str, list[Shard]] = {}
+    counts: dict[str, SplitCounts] = {}
+    with progress("taking over tokens", sum(len(file.array) for file in files), "tokens") as advance:
+        for split in SPLITS:
+            with ShardWriter(folder, split, layout, 2**40) as writer:
+                found = {"documents": 0, "tokens": 0, "targets": 0}
+                before = np.empty(0, layout.dtype)
+                for packed in (
+                    part for file in files if file.split == split for part in file.packed(layout, end_token)
+                ):
+                    starts = layout.starts(np.concatenate([before, packed]))[len(before) :]
+                    starts[0] |= not len(before)
+                    found["documents"] += int(starts.sum())
+                    found["tokens"] += len(packed)
+                    found["targets"] += int(layout.is_target(packed).sum())
+                    before = packed[-1:]
+                    writer.write(packed)
+                    advance(len(packed))
+                written[split] = writer.close()
+            counts[split] = SplitCounts(**found)
+    return written, counts
+
+
+def _open(path: Path, kind: str) -> TokenFile:
+    index = path.with_suffix(".idx")
+    if path.suffix.lower() == ".npy":
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise UserError(f"{path} is no array of numbers: {error}") from None
+        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+            raise UserError(f"{path} holds {array.dtype} of shape {array.shape}; need a row of whole numbers")
+        is_packed = kind == "packed32" or (kind == "auto" and array.dtype == np.int32 and _looks_packed(array))
+        return TokenFile(path, "packed32" if is_packed else "plain", array)
+    if index.is_file() and kind == "auto":
+        return _megatron(path, index)
+    size = path.stat().st_size
+    if kind in ("auto", "packed32") and size and size % 4 == 0:
+        array = np.memmap(path, dtype="<i4", mode="r")
+        if kind == "packed32" or _looks_packed(array):
+            return TokenFile(path, "packed32", array)
+    width = 4 if kind == "uint32" else 2
+    if not size or size % width:
+        raise UserError(f"{path} has {size} bytes, which are no tokens of {width} bytes each")
+    return TokenFile(path, "plain", np.memmap(path, dtype=f"<u{width}", mode="r"))
+
+
+def _looks_packed(array: NDArray[Any]) -> bool:
+    """Whether positions go on from token to token, as they do nowhere else."""
+    layout = LAYOUTS["packed32"]
+    head = np.asarray(array[:LOOKED_AT]).astype(layout.dtype)
+    if len(head) < 2 or (head < 0).any():
+        return False
+    return bool(layout.starts(head)[1:].mean() < 0.5 and layout.positions(head).any())
+
+
+def _megatron(path: Path, index: Path) -> TokenFile:
+    """Megatron's index: a header, then for each sequence its length, and where it lies."""
+    data = index.read_bytes()
+    if not data.startswith(MEGATRON) or len(data) < 34:
+        raise UserError(f"{index} is no index of Megatron's; remove it, or say what the tokens are by data.tokens")
+    version, code, count, _ = struct.unpack_from("<QBQQ", data, 9)
+    if version != 1 or code not in MEGATRON_DTYPES or len(data) < 34 + 12 * count:
+        raise UserError(f"{index} has version {version} and dtype {code}, which are not known here")
+    lengths = np.frombuffer(data, "<i4", count, 34).astype(np.int64)
+    array = np.memmap(path, dtype=MEGATRON_DTYPES[code], mode="r")
+    ends = np.cumsum(lengths)
+    if (lengths < 0).any() or (count and ends[-1] != len(array)):
+        raise UserError(f"{index} speaks of {int(ends[-1])} tokens, but {path} has {len(array)}")
+    return TokenFile(path, "plain", array, ends)

@@ -1,0 +1,124 @@
+"""Files of tokens that others wrote: found, read as they were meant, and trained on."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import metrics, settings
+
+from mambakit.data import foreign
+from mambakit.data.foreign import adopt, is_tokens
+from mambakit.data.shards import LAYOUTS, TokenStream, read_index, verify
+from mambakit.files import UserError
+from mambakit.training.run import train
+
+END = 256  # of the tokenizer "bytes"
+DOCUMENTS = [b"hello there", b"x", b"", b"a longer text " * 30, b"last"]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+
+
+def _ids() -> np.ndarray[Any, Any]:
+    return np.array([token for text in DOCUMENTS for token in (*text, END)])
+
+
+def _texts(folder: Path, split: str = "train") -> list[bytes]:
+    stream = TokenStream(folder, split)
+    found: list[list[int]] = []
+    for packed, starts in stream.documents(block=7):
+        tokens = stream.layout.tokens(packed).tolist()
+        if starts:
+            found.append(tokens)
+        else:
+            found[-1] += tokens
+    return [bytes(token for token in document if token != END) for document in found]
+
+
+def _ten_lines(path: Path) -> None:
+    """The packed layout as someone else would write it."""
+    out = []
+    for text in DOCUMENTS:
+        for position, token in enumerate([*text, END]):
+            out.append(token | min(position, 16383) << 16 | (position > 0) << 30)
+    np.array(out, dtype="<i4").tofile(path)
+
+
+def _megatron(path: Path) -> None:
+    ids, lengths = _ids().astype("<u2"), np.array([len(text) + 1 for text in DOCUMENTS], "<i4")
+    ids.tofile(path)
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
+    pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8") * 2
+    path.with_suffix(".idx").write_bytes(
+        head + lengths.tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1).astype("<i8").tobytes()
+    )
+
+
+WRITERS: dict[str, Any] = {
+    "packed.bin": _ten_lines,
+    "nanogpt.bin": lambda path: _ids().astype("<u2").tofile(path),
+    "megatron.bin": _megatron,
+    "plain.npy": lambda path: np.save(path, _ids().astype(np.uint32)),
+}
+
+
+@pytest.mark.parametrize("block", [5, 2**22])
+@pytest.mark.parametrize("name", WRITERS)
+def test_documents_are_as_they_were_written(
+    name: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "BLOCK", block)
+    WRITERS[name](tmp_path / name)
+    assert is_tokens(tmp_path / name)
+    folder = adopt([tmp_path / name], "bytes")
+    assert _texts(folder) == DOCUMENTS
+    index = read_index(folder)
+    assert index.counts["train"].documents == len(DOCUMENTS) and list(verify(folder)) == []
+    assert index.counts["train"].targets == len(_ids()) - len(DOCUMENTS)
+    assert adopt([tmp_path / name], "bytes") == folder
+
+
+def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:
+    packed = np.array([1, 2 | 1 << 16, 3 | 2 << 16 | 1 << 30, 4], "<i4")
+    np.save(tmp_path / "a.npy", packed)
+    folder = adopt([tmp_path / "a.npy"], "bytes", "packed32")
+    stream = TokenStream(folder, "train")
+    assert np.array_equal(stream.read(0, 4), packed)
+    assert LAYOUTS["packed32"].is_target(stream.read(0, 4)).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_they_are_trained_on_as_they_are(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for split in ("train", "val"):
+        WRITERS[name](tmp_path / "data" / f"{split}_{name}")
+    config = settings(tmp_path, train={"steps": 3, "batch_tokens": 64, "micro_batch_rows": 2})
+    paths = [str(tmp_path / "data" / f"{split}_{name}") for split in ("train", "val")]
+    config["data"] = {"path": paths, "tokenizer": "bytes", "sequence_length": 32}
+    result = train(config, out=tmp_path / "run")
+    kinds = [record["type"] for record in metrics(result.folder)]
+    assert kinds.count("train") == 3 and "eval" in kinds
+
+
+@pytest.mark.parametrize(
+    ("data", "tokenizer", "kind", "message"),
+    [
+        (b"\0\0\1", "bytes", "auto", "a.bin has 3 bytes, which are no tokens of 2 bytes each"),
+        (b"", "bytes", "auto", "a.bin has 0 bytes"),
+        (b"\0\0\1\0", "train:300", "auto", "a.bin holds tokens, not text: name the tokenizer"),
+        (struct.pack("<4H", 1, 2, 300, 4), "bytes", "uint16", "token 300 is outside the vocabulary of 257"),
+        (struct.pack("<2I", 1, 70000), "bytes", "uint32", "a.bin holds ids outside"),
+        (struct.pack("<2i", 999, 999 | 1 << 16), "bytes", "packed32", "holds token 999, but the tokenizer has 257"),
+    ],
+)
+def test_what_cannot_be_tokens_is_refused(tmp_path: Path, data: bytes, tokenizer: str, kind: str, message: str) -> None:
+    (tmp_path / "a.bin").write_bytes(data)
+    for _ in range(2):  # and not taken from the cache the second time
+        with pytest.raises(UserError, match=message):
+            adopt([tmp_path / "a.bin"], tokenizer, kind)
