@@ -84,3 +84,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
+
+
+def documents_of(stream: TokenStream) -> list[list[int]]:
+    """The tokens of each document of a split."""
+    found: list[list[int]] = []
+    for packed, starts in stream.documents(block=7):
+        tokens = stream.layout.tokens(packed).tolist()
+        if starts:
+            found.append(tokens)
+        else:
+            found[-1] += tokens
+    return found

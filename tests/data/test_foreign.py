@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from runs import metrics, settings
 
+from mambakit.config import DataConfig
 from mambakit.data import foreign
 from mambakit.data.foreign import adopt, is_tokens
+from mambakit.data.loader import Loader
 from mambakit.data.shards import LAYOUTS, TokenStream, read_index, verify
 from mambakit.files import UserError
 from mambakit.training.run import train
+
+from . import cases
 
 END = 256  # of the tokenizer "bytes"
 DOCUMENTS = [b"hello there", b"x", b"", b"a longer text " * 30, b"last"]
@@ -30,14 +34,7 @@ def _ids() -> np.ndarray[Any, Any]:
 
 
 def _texts(folder: Path, split: str = "train") -> list[bytes]:
-    stream = TokenStream(folder, split)
-    found: list[list[int]] = []
-    for packed, starts in stream.documents(block=7):
-        tokens = stream.layout.tokens(packed).tolist()
-        if starts:
-            found.append(tokens)
-        else:
-            found[-1] += tokens
+    found = cases.documents_of(TokenStream(folder, split))
     return [bytes(token for token in document if token != END) for document in found]
 
 
@@ -93,6 +90,23 @@ def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:
     assert LAYOUTS["packed32"].is_target(stream.read(0, 4)).tolist() == [False, False, True, False]
 
 
+@pytest.mark.parametrize("name", ["val.bin", "valid_00.bin", "test-1.npy", "validation.bin"])
+def test_some_names_are_for_validation(name: str, tmp_path: Path) -> None:
+    array = np.zeros(3, np.uint16)
+    assert foreign.TokenFile(tmp_path / name, "plain", array).split == "val"
+    for other in ("values.bin", "testimony.npy", "train.bin", "my_val.bin"):
+        assert foreign.TokenFile(tmp_path / other, "plain", array).split == "train"
+
+
+def test_files_are_sources_of_a_mix(tmp_path: Path) -> None:
+    for name in ("train_a", "train_b", "val"):
+        WRITERS["nanogpt.bin"](tmp_path / f"{name}.bin")
+    folder = adopt([tmp_path / f"{name}.bin" for name in ("train_a", "train_b", "val")], "bytes")
+    loader = Loader(TokenStream(folder, "train"), DataConfig(sequence_length=8, mix=(0, 1)), 2)
+    assert loader.mix is not None and loader.mix.rows[0] == 0
+    assert all((window := loader.window(row)) is not None and window >= loader.mix.begins[1] for row in range(50))
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_they_are_trained_on_as_they_are(name: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
@@ -114,7 +128,7 @@ def test_they_are_trained_on_as_they_are(name: str, tmp_path: Path) -> None:
         (b"\0\0\1\0", "train:300", "auto", "a.bin holds tokens, not text: name the tokenizer"),
         (struct.pack("<4H", 1, 2, 300, 4), "bytes", "uint16", "token 300 is outside the vocabulary of 257"),
         (struct.pack("<2I", 1, 70000), "bytes", "uint32", "a.bin holds ids outside"),
-        (struct.pack("<2i", 999, 999 | 1 << 16), "bytes", "packed32", "holds token 999, but the tokenizer has 257"),
+        (struct.pack("<2i", 999, 999 | 1 << 16), "bytes", "packed32", "token 999 is outside the vocabulary of 257"),
     ],
 )
 def test_what_cannot_be_tokens_is_refused(tmp_path: Path, data: bytes, tokenizer: str, kind: str, message: str) -> None:

@@ -67,14 +67,7 @@ def test_everything_in_range_survives(name: str, data: st.DataObject) -> None:
 def test_any_documents_are_found_again(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cut: int) -> None:
     written = cases.random_documents(lengths)
     folder = cases.write_shards(tmp_path_factory.mktemp("any") / "shards", written, shard_tokens=cut)
-    stream = TokenStream(folder, "train")
-    found: list[list[int]] = []
-    for packed, starts in stream.documents(block=7):
-        tokens = stream.layout.tokens(packed).tolist()
-        if starts:
-            found.append(tokens)
-        else:
-            found[-1] += tokens
+    found = cases.documents_of(TokenStream(folder, "train"))
     assert [len(document) for document in found] == [len(document) for document in written]
     assert list(verify(folder)) == []
 

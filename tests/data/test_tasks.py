@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,21 @@ def test_a_format_of_ones_own_is_a_function(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             prepare([source], tmp_path / "other", tokenizer="bytes", readers={".log": wrong})  # type: ignore[dict-item]
+
+
+def test_a_function_is_known_again_by_another_process(tmp_path: Path) -> None:
+    code = """
+from mambakit.data.reading import named
+def read(path):
+    return [x for x in [path] if x in {"a", "b", "c", "d"} and (lambda y: y)(x)]
+print(named(read))
+"""
+    seen = set()
+    for seed in "123":
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        seen.add(done.stdout)
+    assert len(seen) == 1
 
 
 def test_another_function_is_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

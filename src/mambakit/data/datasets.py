@@ -134,5 +134,6 @@ def _split(source: str, found: Any, wanted: str | None) -> Any:
     names = list(found.keys())
     chosen = wanted or (names[0] if len(names) == 1 else "train")
     if chosen not in names:
-        raise UserError(f"{source} has no split {chosen}; it has {', '.join(names)}: name one as hf:NAME@SPLIT")
+        how = "as hf:NAME@SPLIT" if _is_streamed(source) else "by its folder"
+        raise UserError(f"{source} has no split {chosen}; it has {', '.join(names)}: name one {how}")
     return found[chosen]

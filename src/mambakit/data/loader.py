@@ -181,7 +181,8 @@ class Mix:
 
     @classmethod
     def of(cls, stream: TokenStream, config: DataConfig, num_windows: int) -> Mix:
-        tokens = [source["tokens"][stream.split] for source in stream.index.sources.values() if "tokens" in source]
+        found = [source.get("tokens", {}).get(stream.split) for source in stream.index.sources.values()]
+        tokens = [count for count in found if count is not None]  # a file of others' tokens is of one split alone
         if sum(tokens) != len(stream):
             raise ShardError(f"{stream.folder} does not say where its sources lie; prepare the data again")
         if config.mix and len(config.mix) != len(tokens):

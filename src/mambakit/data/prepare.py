@@ -416,10 +416,10 @@ def prepare_once(
             seen.update(path.read_bytes())
     for source in sources:
         found = _list(source, leave_out)
-        seen.update(os.fsencode(source if source.startswith("hf:") else os.path.abspath(source)))
-        for entry in (*found.files, *found.skipped):
-            seen.update(os.fsencode(entry.path))
-            seen.update(entry.stamp.encode() if not isinstance(entry, Skipped) else b"")
+        seen.update(os.fsencode(found.place))
+        for file in found.files:
+            seen.update(repr((file.name, file.stamp)).encode(errors="surrogateescape"))
+        seen.update(repr(sorted(str(skipped.path) for skipped in found.skipped)).encode(errors="surrogateescape"))
     folder = cache_folder() / "shards" / seen.hexdigest()[:32]
     if shards.is_shards(folder):
         say(f"the shards of this text are in {folder} already")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import CodeType
 from typing import Any, BinaryIO
 
 from ..files import UserError
@@ -235,14 +236,17 @@ def _own_parts(own: Own, path: Path) -> Iterator[Part]:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """What tells one function from another: its name and code, where it has them."""
+    """What tells one function from another, in every process alike: its name and code, where it has them."""
     code = getattr(function, "__code__", None)
-    return repr(
-        (
-            getattr(function, "__qualname__", repr(function)),
-            code and (code.co_code, repr(code.co_consts), code.co_names),
-        )
-    )
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return repr((name, _content(code) if code is not None else None))
+
+
+def _content(constant: Any) -> Any:
+    """Code and constants without where they lie in memory, and sets in order."""
+    if isinstance(constant, CodeType):
+        return constant.co_code, constant.co_names, [_content(inner) for inner in constant.co_consts]
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
 
 
 def check_readers(own: Mapping[str, Own]) -> None:

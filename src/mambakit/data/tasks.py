@@ -57,9 +57,13 @@ class Source:
     def place(self) -> str:
         return self.name if self.name.startswith("hf:") else os.path.realpath(self.name)
 
+    def has_few(self, val_fraction: float) -> bool:
+        """Whether so few files would be held out that blocks of them are."""
+        return 0 < len(self.files) * val_fraction < FEW
+
     def by_block(self, file: Unit, reading: Reading, val_fraction: float) -> bool:
         """Whether blocks of a file are held out, and not the whole of it."""
-        return 0 < len(self.files) * val_fraction < FEW and not reading.has_records(file)
+        return self.has_few(val_fraction) and not reading.has_records(file)
 
     def choose_limit(self, reading: Reading, val_fraction: float) -> None:
         self.limit = val_fraction
@@ -110,7 +114,7 @@ class Task:
 
     def key(self, settings: Settings) -> str:
         seen = hashlib.sha256(settings.digest.encode())
-        seen.update(repr((self.source.limit, 0 < len(self.source.files) * settings.val_fraction < FEW)).encode())
+        seen.update(repr((self.source.limit, self.source.has_few(settings.val_fraction))).encode())
         seen.update(repr((self.source.place, sorted(self.copies))).encode(errors="surrogateescape"))
         for file in self.files:
             seen.update(repr((file.name, file.stamp)).encode(errors="surrogateescape"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..config import ModelConfig
 from .layers import KeepsFp32, NormWeight, convolution, init_dt_bias_, init_linear_
-from .recompute import Recipes
+from .recompute import Recipes, run
 from .state import LayerState
 
 A_RANGE = (1.0, 16.0)
@@ -60,10 +60,7 @@ class Mamba2(KeepsFp32):
         recipes: Recipes | None = None,
     ) -> tuple[Tensor, LayerState]:
         """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
-        projected = self.in_proj(hidden)
-        if recipes is not None:
-            return recipes.run(self._mix, projected, doc_ids, state)
-        return self._mix(projected, doc_ids, state, None)
+        return run(self._mix, self.in_proj(hidden), doc_ids, state, recipes)
 
     def _mix(
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None

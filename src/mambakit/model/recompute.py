@@ -1,8 +1,8 @@
 """What autograd need not keep: a recipe in place of a tensor, which is made once more when its gradient is due.
 
-Two tensors of a block are cheap to make and wide: the norm's output and Mamba-1's dt. Kept for backward, they are a
-fifth of all memory. A recipe runs the operator that made the tensor. On a CPU the bits are the same; on a GPU the norm
-made from the sum alone may add in another order, and differ in the last bit.
+Some tensors of a block are cheap to make and wide: the norm's output, Mamba-1's dt, the output of Mamba-2's gated norm.
+Kept for backward, they are a fifth of all memory. A recipe runs the operator that made the tensor. On a CPU the bits are
+the same; on a GPU the norm made from the sum alone may add in another order, and differ in the last bit.
 """
 
 from __future__ import annotations
@@ -58,13 +58,6 @@ class Recipes:
     def add(self, made: Tensor, make: Callable[[], Tensor]) -> None:
         self._known[made.untyped_storage().data_ptr()] = made, Recipe(made, make)
 
-    def run(self, mix: Mix, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None) -> Mixed:
-        """What a mixer does after in_proj, kept or not."""
-        if not self.keep_projections_alone:
-            return mix(projected, doc_ids, state, self)
-        mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False)
-        return mixed
-
     @contextlib.contextmanager
     def in_place_of_tensors(self) -> Iterator[None]:
         """While open, what autograd would keep of the tensors that were added is their recipe."""
@@ -77,6 +70,16 @@ class Recipes:
         if made is None or recipe is None or not _is_all_of(tensor, made):
             return tensor.detach(), tensor._version  # a tensor with its history would hold its own node, for ever
         return recipe.use(tensor.shape)
+
+
+def run(
+    mix: Mix, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
+) -> Mixed:
+    """What a mixer does after in_proj, kept or not."""
+    if recipes is None or not recipes.keep_projections_alone:
+        return mix(projected, doc_ids, state, recipes)
+    mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False)
+    return mixed
 
 
 def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
