@@ -1,8 +1,8 @@
 """What autograd need not keep: a recipe in place of a tensor, which is made once more when its gradient is due.
 
 Some tensors of a block are cheap to make and wide: the norm's output, Mamba-1's dt, the output of Mamba-2's gated norm.
-Kept for backward, they are a fifth of all memory. A recipe runs the operator that made the tensor. On a CPU the bits are
-the same; on a GPU the norm made from the sum alone may add in another order, and differ in the last bit.
+Kept for backward, they are a fifth of all memory. A recipe runs the operator that made the tensor. On a CPU the bits
+are the same; on a GPU the norm made from the sum alone may add in another order, and differ in the last bit.
 """
 
 from __future__ import annotations
