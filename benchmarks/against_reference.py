@@ -5,8 +5,8 @@
 
 Prints the mean loss of every 20 steps of both, and how far they are apart. Training is chaotic: two runs drift apart
 whatever made them differ. As a yardstick, --nudges trains with the kernels that many times more, each time from weights
-that differ in their seventh digit. On a GPU a forward and backward pass is captured once as a CUDA graph and replayed:
-with the reference it is thousands of small kernels a layer.
+that differ in their seventh digit. On a GPU passes are CUDA graphs: with the reference they are thousands of small
+kernels a layer.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mambakit import MambaLM, ModelConfig, ops
 from mambakit.config import DataConfig, OptimConfig
-from mambakit.data.loader import Batch, Loader
+from mambakit.data.loader import Loader
 from mambakit.data.shards import TokenStream
-from mambakit.device import DTYPES, autocast, choose_device
+from mambakit.device import DTYPES, choose_device
 from mambakit.training.optim import make_optimizer
+from mambakit.training.passes import make_pass
 from mambakit.training.schedule import learning_rate
 
 TOGETHER = 20  # steps of a mean
@@ -79,52 +79,24 @@ def train(options: argparse.Namespace, backend: str, nudge: int) -> list[float]:
     optimizer = make_optimizer(model, optim, device)
     stream = TokenStream(options.data, "train")
     batches = iter(Loader(stream, DataConfig(path=str(options.data), sequence_length=options.length), options.rows))
-    held = next(batches).to(device)  # one memory for all batches, which a graph can read again and again
-
-    def pass_over(batch: Batch) -> Tensor:
-        with autocast(device, dtype), ops.backend(backend):
-            output = model(batch.tokens, doc_ids=batch.doc_ids, targets=batch.targets, loss_mask=batch.loss_mask)
-        assert output.loss_sum is not None
-        loss = output.loss_sum / output.num_targets
-        loss.backward()
-        return loss.detach()
-
-    run: Callable[[], Tensor] = lambda: pass_over(held)  # noqa: E731
-    if device.type == "cuda":
-        run = captured(model, run)
+    pass_over = make_pass(
+        model, torch.amp.GradScaler(enabled=False), dtype, shape=(options.rows, options.length), compiled=False,
+        graphed=True,
+    )  # fmt: skip
     losses = []
     for number in range(options.steps):
-        if number:
-            for memory, value in zip(held._values(), next(batches)._values(), strict=True):
-                memory.copy_(value)
-        loss = run()
+        batch = next(batches)
+        num_targets = torch.tensor(float(batch.num_targets), device=device)
+        batch = batch.to(device)
+        with ops.backend(backend):
+            loss, *_ = pass_over(batch.tokens, batch.targets, batch.doc_ids, batch.loss_mask, num_targets)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(number + 1, options.steps, optim)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss))
-        if device.type != "cuda":  # a graph writes its gradients anew
-            optimizer.zero_grad(set_to_none=True)
     return losses
-
-
-def captured(model: nn.Module, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A forward and backward pass as a CUDA graph. Its first call, outside, sets up what may not be captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = run()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
 
 
 if __name__ == "__main__":

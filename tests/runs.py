@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from mambakit.data.prepare import prepare
@@ -54,8 +55,8 @@ def state_bytes(run: Path, step: int) -> dict[str, bytes]:
     folder = run / "checkpoints" / f"step_{step:08d}"
     found = {}
     for name in ("model.safetensors", "train/optimizer.safetensors", "train/state.safetensors"):
-        with safe_open(folder / name, "np") as file:
+        with safe_open(folder / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
-                found[f"{name}/{key}"] = file.get_tensor(key).tobytes()
+                found[f"{name}/{key}"] = file.get_tensor(key).flatten().view(torch.uint8).numpy().tobytes()
     assert len(found) > 30
     return found

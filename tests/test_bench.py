@@ -398,7 +398,9 @@ def test_several_models_are_measured_in_one_command_and_peers_beside_them(
 
 
 def test_a_timed_step_trains(tiny: None) -> None:
-    plan = bench.TrainingPlan("two", ModelConfig.preset("two"), 2, 16, 3, 1, 0, False, "none", CPU, torch.float32)
+    plan = bench.TrainingPlan(
+        "two", ModelConfig.preset("two"), 2, 16, 3, 1, 0, False, False, "none", CPU, torch.float32
+    )
     batch = next(plan.batches())
     assert batch.doc_ids is not None
     boundaries = int((batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]).sum())

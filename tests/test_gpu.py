@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mambakit import ops
 from mambakit.generate import generate_tokens
+from mambakit.training import passes
+from mambakit.training.passes import GraphedPass
 from mambakit.training.run import train
 from mambakit.training.stopping import Stopper
 
@@ -121,6 +123,69 @@ def test_a_run_on_a_gpu_resumes_in_the_same_bits(kind: str, tmp_path: Path, monk
     train(config, out=tmp_path / "stopped", resume=True)
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     assert state_bytes(tmp_path / "stopped", 12) == state_bytes(tmp_path / "whole", 12)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+@pytest.mark.parametrize(
+    ("sections", "dtype"),
+    [
+        ({"train": {"micro_batch_rows": 8}}, "bf16"),
+        ({"train": {"micro_batch_rows": 3}}, "fp32"),  # the last micro-batch is smaller
+        ({"data": {"carry_state": True}, "model": {"dropout": 0.0}}, "bf16"),
+        ({"train": {"recompute": "mixer"}}, "fp16"),
+        ({"train": {"recompute": "block"}, "model": {"dropout": 0.0}}, "bf16"),
+    ],
+    ids=["one", "odd", "carried", "mixer", "block"],
+)
+def test_captured_passes_are_the_plain_ones(
+    kind: str, sections: dict[str, dict[str, Any]], dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shards = make_shards(tmp_path)
+    for graph in (False, True):
+        train_section = {"precision": dtype, **sections.get("train", {}), "cuda_graph": graph}
+        config = settings(shards, kind, **{**sections, "train": train_section}, parallel={"device": "cuda"})
+        train(config, out=tmp_path / str(graph))
+    assert "not captured" not in capfd.readouterr().err
+    assert metrics(tmp_path / "True") == metrics(tmp_path / "False")
+    assert state_bytes(tmp_path / "True", 12) == state_bytes(tmp_path / "False", 12)
+
+
+def test_captured_passes_tell_the_memory_they_use(tmp_path: Path) -> None:
+    peaks = {}
+    for graph in (False, True):
+        config = settings(
+            make_shards(tmp_path / f"{graph} data"), model={"d_model": 256, "num_layers": 8},
+            data={"sequence_length": 256}, parallel={"device": "cuda"},
+            train={"steps": 3, "batch_tokens": 8192, "micro_batch_rows": 16, "eval_every": 0, "cuda_graph": graph},
+            track={"sample_every": 0},
+        )  # fmt: skip
+        train(config, out=tmp_path / str(graph))
+        lines = (tmp_path / str(graph) / "metrics.jsonl").read_text().splitlines()
+        peaks[graph] = json.loads(lines[-1])["memory_bytes"]
+        torch.cuda.empty_cache()
+    assert abs(peaks[True] / peaks[False] - 1) < 0.1, peaks
+
+
+def test_what_cannot_be_captured_is_trained_plainly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Waits(GraphedPass):
+        """A pass that waits for the GPU, which no graph can."""
+
+        def __init__(self, plain: Any, *arguments: Any) -> None:
+            def waiting(*inputs: Any) -> Any:
+                loss, *rest = plain(*inputs)
+                assert float(loss) > 0
+                return loss, *rest
+
+            super().__init__(waiting, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "GraphedPass", Waits)
+        config = settings(make_shards(tmp_path), parallel={"device": "cuda"})
+        train(config, out=tmp_path / "waits")
+    assert "not captured as a CUDA graph" in capfd.readouterr().err
+    config["train"] |= {"cuda_graph": False}
+    train(config, out=tmp_path / "plain")
+    assert state_bytes(tmp_path / "waits", 12) == state_bytes(tmp_path / "plain", 12)
 
 
 def test_no_step_is_clocked_while_another_one_runs(tmp_path: Path) -> None:

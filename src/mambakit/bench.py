@@ -29,10 +29,11 @@ from .config import ConfigError, ModelConfig, OptimConfig
 from .device import DTYPES, autocast, choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from .files import UserError
 from .measure import Numbers, StepClock, Timing, copy_rate, environment, process_seconds, release_memory, time_calls
-from .model import MambaLM
+from .model import MambaLM, Output, State
 from .model.lm import Recompute
 from .training.metrics import matmul_flops, peak_memory
 from .training.optim import make_optimizer
+from .training.passes import Pass, PlainPass, make_pass
 
 Sizes = Mapping[str, int]
 
@@ -558,6 +559,7 @@ class TrainingPlan:
     steps: int
     warmup_steps: int
     compiled: bool
+    graphed: bool  # as a CUDA graph, on a GPU
     recompute: Recompute
     device: torch.device
     dtype: torch.dtype
@@ -585,38 +587,34 @@ class TrainingPlan:
 class Trainee:
     """A model and a training step of it, as training/loop.py makes one of a single micro-batch."""
 
-    def __init__(self, model: nn.Module, loss_sum: Callable[[Rows], Tensor], plan: TrainingPlan) -> None:
-        self.model, self.loss_sum = model, loss_sum
-        self.device, self.dtype = plan.device, plan.dtype
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, pass_over: Pass, plan: TrainingPlan) -> None:
+        self.model, self.scaler, self.pass_over = model, scaler, pass_over
         self.optimizer = make_optimizer(model, OPTIM, plan.device)
-        self.scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.dtype == torch.float16)
 
     def step(self, batch: Rows) -> Tensor:
         """The loss, still on the device."""
-        with autocast(self.device, self.dtype):
-            loss_sum = self.loss_sum(batch)
-        loss = loss_sum / batch.num_targets
-        self.scaler.scale(loss).backward()
+        num_targets = torch.full((), batch.num_targets, dtype=torch.float32, device=batch.tokens.device)
+        loss, *_ = self.pass_over(batch.tokens, batch.targets, batch.doc_ids, batch.loss_mask, num_targets)
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), OPTIM.clip or math.inf)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
 
 def _our_trainee(plan: TrainingPlan) -> Trainee:
     with plan.device:
         model = MambaLM(plan.config).train()
     model.backbone.recompute = plan.recompute
-    forward = torch.compile(model) if plan.compiled else model
+    scaler = _scaler(plan)
+    shape = plan.rows, plan.length
+    pass_over = make_pass(model, scaler, plan.dtype, shape=shape, compiled=plan.compiled, graphed=plan.graphed)
+    return Trainee(model, scaler, pass_over, plan)
 
-    def loss_sum(batch: Rows) -> Tensor:
-        output = forward(batch.tokens, doc_ids=batch.doc_ids, targets=batch.targets, loss_mask=batch.loss_mask)
-        total: Tensor = output.loss_sum
-        return total
 
-    return Trainee(model, loss_sum, plan)
+def _scaler(plan: TrainingPlan) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(plan.device.type, enabled=plan.dtype == torch.float16)
 
 
 def _peer_trainee(plan: TrainingPlan) -> Trainee:
@@ -640,11 +638,13 @@ def _peer_trainee(plan: TrainingPlan) -> Trainee:
     if num_parameters != config.num_parameters():
         raise ValueError(f"its model has {num_parameters:,} parameters in place of {config.num_parameters():,}")
 
-    def loss_sum(batch: Rows) -> Tensor:
-        logits = model(batch.tokens).logits
-        return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    def forward(tokens: Tensor, *, targets: Tensor, **_: object) -> Output:
+        logits = model(tokens).logits
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return Output(State(()), loss_sum=loss_sum)
 
-    return Trainee(model, loss_sum, plan)
+    scaler = _scaler(plan)
+    return Trainee(model, scaler, PlainPass(forward, scaler, plan.device, plan.dtype), plan)
 
 
 @dataclass(frozen=True)
@@ -700,6 +700,7 @@ class TrainingSpeed:
             "documents": plan.documents,
             "precision": _name_of(plan.dtype),
             "compile": plan.compiled,
+            "cuda_graph": plan.graphed,
             "recompute": plan.recompute,
             "step": self.timing.to_json(),
             "tokens_per_second": self.tokens_per_second,
@@ -739,7 +740,8 @@ class TrainingSpeed:
         }
         heading = (
             f"\n{plan.name}, {self.implementation}: {plan.config.num_parameters():,} parameters, "
-            f"{plan.rows} x {plan.length:,} tokens, {_name_of(plan.dtype)}{', compiled' * plan.compiled}, "
+            f"{plan.rows} x {plan.length:,} tokens, {_name_of(plan.dtype)}{', compiled' * plan.compiled}"
+            f"{', CUDA graph' * plan.graphed}, "
             f"recompute {plan.recompute}{documents}"
         )
         return "\n".join([heading, *(f"  {name:<12}{line}" for name, line in lines.items())])
@@ -755,6 +757,7 @@ def measure_training(
     precision: str = "auto",
     documents: int | None = None,
     compiled: bool = False,
+    cuda_graph: bool = True,
     recompute: Literal["auto", "none", "light", "mixer", "block"] = "auto",
     peers: bool = False,
     device: str = "auto",
@@ -780,12 +783,15 @@ def measure_training(
     for name, config in configs.items():
         rows = batch_rows or (ROWS.get(name, ROWS_OF_OTHERS) if on_gpu else SMALL_ROWS)
         again = choose_recompute(recompute, place)
-        plan = TrainingPlan(name, config, rows, length, documents, steps, warmup_steps, compiled, again, place, dtype)
+        graphed = cuda_graph and on_gpu and not compiled
+        plan = TrainingPlan(
+            name, config, rows, length, documents, steps, warmup_steps, compiled, graphed, again, place, dtype
+        )
         contenders = {"mambakit": (_our_trainee, plan)}
         if peers and not absent:  # not all layers of mamba_ssm know documents, so its rows are one document each
             contenders["mamba_ssm"] = (
                 _peer_trainee,
-                dataclasses.replace(plan, documents=None, compiled=False, recompute="none"),
+                dataclasses.replace(plan, documents=None, compiled=False, graphed=False, recompute="none"),
             )
         for implementation, (build, planned) in contenders.items():
             try:
@@ -845,7 +851,7 @@ def _measure_steps(
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(plan.device)
     timing = Timing(tuple(run(plan.steps)))
-    peak = peak_memory(plan.device)
+    peak = peak_memory(plan.device, trainee.pass_over.hidden_bytes)
     after = measure_ceilings(plan.device, plan.dtype)
     return TrainingSpeed(
         plan, implementation, timing, first_step_seconds, cold_start_seconds, peak, losses[0], losses[-1], before, after

@@ -445,6 +445,7 @@ def bench_train(
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], arg(help="of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU")] = "auto",
     documents: Annotated[int | None, arg(metavar="INT", help="documents in each row; rows are whole unless set", help_behavior_hint="")] = None,
     compile: Annotated[bool, arg(help="torch.compile the model", help_behavior_hint="")] = False,
+    cuda_graph: Annotated[bool, arg(help="on a GPU, capture the pass once and replay it; as train.cuda_graph", help_behavior_hint="")] = True,
     recompute: Annotated[Literal["auto", "none", "light", "mixer", "block"], arg(help="what backward computes once more rather than keep; as train.recompute")] = "auto",
     peers: Annotated[bool, arg(help="also mamba_ssm's model of the same sizes, where it is installed", help_behavior_hint="")] = False,
     device: Device = "auto",
@@ -465,7 +466,7 @@ def bench_train(
     return _print_parts(
         measure_training(
             names, batch_rows=batch_rows, length=length, steps=steps, warmup_steps=warmup_steps, precision=precision,
-            documents=documents, compiled=compile, recompute=recompute, peers=peers, device=device,
+            documents=documents, compiled=compile, cuda_graph=cuda_graph, recompute=recompute, peers=peers, device=device,
         ),
         json,
     )  # fmt: skip

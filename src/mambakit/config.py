@@ -320,6 +320,11 @@ class TrainConfig(Settings):
         "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
     )
     compile: bool = Field(False, description="torch.compile the model")
+    cuda_graph: bool = Field(
+        True,
+        description="on a GPU, capture the pass over a micro-batch once and replay it, so that small ones do not wait "
+        "for the host; not together with compile",
+    )
     recompute: Literal["auto", "none", "light", "mixer", "block"] = Field(
         "auto",
         description="what backward computes once more rather than keep. light: norms and dt; mixer: all but the output "

@@ -57,8 +57,9 @@ class Block(nn.Module):
         recompute: Recompute = "none",
     ) -> tuple[Tensor, Tensor, LayerState]:
         if recompute == "block":
+            draws = self.training and self.dropout > 0
             whole: tuple[Tensor, Tensor, LayerState] = checkpoint(
-                self.forward, hidden, residual, doc_ids, state, use_reentrant=False
+                self.forward, hidden, residual, doc_ids, state, use_reentrant=False, preserve_rng_state=draws
             )
             return whole
         normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)

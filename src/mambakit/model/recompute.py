@@ -78,7 +78,7 @@ def run(
     """What a mixer does after in_proj, kept or not."""
     if recipes is None or not recipes.keep_projections_alone:
         return mix(projected, doc_ids, state, recipes)
-    mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False)
+    mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False, preserve_rng_state=False)
     return mixed
 
 

@@ -27,6 +27,15 @@ class State:
     def batch_size(self) -> int:
         return self.layers[0].conv.shape[0]
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> State:
+        """The state of which these are the `tensors`."""
+        return cls(tuple(LayerState(conv, ssm) for conv, ssm in zip(tensors[::2], tensors[1::2], strict=True)))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, layer by layer."""
+        return tuple(tensor for layer in self.layers for tensor in (layer.conv, layer.ssm))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """The state with a function applied to each tensor, for example `state.map(lambda t: t[:2])`."""
         return State(tuple(LayerState(function(layer.conv), function(layer.ssm)) for layer in self.layers))

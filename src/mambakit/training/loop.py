@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,15 @@ from ..config import RunConfig
 from ..data.lanes import Range, lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
-from ..device import autocast
 from ..evaluate import score
 from ..files import UserError, replace_json
 from ..generate import generate_text
 from ..measure import Moment, Numbers
-from ..model import MambaLM, Output, State
+from ..model import MambaLM, State
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte, peak_memory
 from .optim import optimizer_tensors
+from .passes import Pass
 from .schedule import learning_rate
 from .stopping import Stopper, StopRequested
 
@@ -71,7 +71,7 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     model: MambaLM
-    forward: Callable[..., Output]  # the model, or its compiled form
+    pass_over: Pass  # a micro-batch
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     batches: Iterator[Batch]
@@ -161,34 +161,29 @@ def step(run: Run) -> None:
 def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
     """Gradients of the mean loss over all targets of the batch; the loss; and the states after it, if carried."""
     rows = run.config.micro_batch_rows
-    num_targets = max(1, batch.num_targets)
+    num_targets = torch.full((), max(1, batch.num_targets), dtype=torch.float32, device=run.device)
     loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
     states: list[State] = []
     for begin in range(0, batch.num_rows, rows):
         run.stopper.check()
         micro = batch.rows(begin, begin + rows).to(run.device)
-        with autocast(run.device, run.dtype):
-            output = run.forward(
-                micro.tokens,
-                doc_ids=micro.doc_ids,
-                state=_state_before(run, micro, begin),
-                targets=micro.targets,
-                loss_mask=micro.loss_mask,
-            )
-        assert output.loss_sum is not None
-        micro_loss = output.loss_sum / num_targets
-        run.scaler.scale(micro_loss).backward()
-        loss += micro_loss.detach().to(loss)
-        if run.config.data.carry_state:
-            states.append(output.state.detach())
+        memory = _memory_before(run, micro, begin)
+        micro_loss, *memory_after = run.pass_over(
+            micro.tokens, micro.targets, micro.doc_ids, micro.loss_mask, num_targets, *memory
+        )
+        loss += micro_loss.to(loss)
+        if memory_after:
+            states.append(State.of(memory_after))
     return loss, State.join(states) if states else None
 
 
-def _state_before(run: Run, micro: Batch, begin: int) -> State | None:
-    """What the rows of a micro-batch remember, where they go on in a document."""
+def _memory_before(run: Run, micro: Batch, begin: int) -> tuple[Tensor, ...]:
+    """What the rows of a micro-batch remember, where they go on in a document; nothing where states are not carried."""
+    if not run.config.data.carry_state:
+        return ()
     if run.carried is None:
-        return None
-    return run.carried.map(lambda memory: memory[begin : begin + micro.num_rows]).keep(micro.carries)
+        return run.model.initial_state(micro.num_rows).tensors()
+    return run.carried.map(lambda memory: memory[begin : begin + micro.num_rows]).keep(micro.carries).tensors()
 
 
 def record_last_step(run: Run) -> None:
@@ -211,7 +206,7 @@ def record_last_step(run: Run) -> None:
         "epoch": step.progress.next_row / run.epoch_rows if run.epoch_rows else None,
         "tokens_per_second": step.num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
-        "memory_bytes": peak_memory(run.device),
+        "memory_bytes": peak_memory(run.device, run.pass_over.hidden_bytes),
     }
     run.metrics.write(record)
     run.display.step(record)

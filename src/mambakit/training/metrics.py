@@ -61,10 +61,11 @@ def bits_per_byte(loss: float, counts: SplitCounts, vocab_size: int) -> float | 
     return nats / math.log(2) / counts.bytes
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes at the highest so far: of the GPU, or of this process. None where it cannot be known."""
+def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
+    """Bytes at the highest so far: of the GPU, with those that torch does not count, or of this process. None where it
+    cannot be known."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + hidden_bytes
     if sys.platform == "win32":
         return None
     import resource

@@ -34,6 +34,7 @@ from .display import Display
 from .loop import Progress, Run, loop, save, tidy
 from .metrics import MetricsFile, matmul_flops
 from .optim import describe_groups, load_optimizer_tensors, make_optimizer
+from .passes import make_pass
 from .stopping import Stopper, StopRequested
 
 # Settings of a model that its weights do not depend on.
@@ -208,15 +209,23 @@ def _open(
     _check_length(config, total_steps, val_data)
     _make_room(folder, checkpoint, state)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(
         folder=folder,
         config=config,
         device=device,
         dtype=dtype,
         model=model,
-        forward=torch.compile(model) if config.train.compile else model,
+        pass_over=make_pass(
+            model,
+            scaler,
+            dtype,
+            shape=(config.micro_batch_rows, config.data.sequence_length),
+            compiled=config.train.compile,
+            graphed=config.train.cuda_graph,
+        ),
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        scaler=scaler,
         batches=iter(loader) if loader else _own_batches(batches or (), progress.step),
         fingerprint=loader.fingerprint if loader else None,
         train_data=train_data,

@@ -1,0 +1,147 @@
+"""A pass over a micro-batch: forward and backward, which leaves gradients in the parameters or adds to them.
+
+On a GPU a pass is hundreds of kernels, and those of a small batch are done before the host has named the next one. So
+they are captured once as a CUDA graph, which one call replays: the same kernels in the same order, on the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..device import autocast
+from ..model import MambaLM, Output, State
+from ..progress import say
+
+
+@dataclass(frozen=True)
+class PlainPass:
+    """A function of a micro-batch (B, L), of the number of targets in the whole batch, and of the tensors of the state
+    before it, if any: the loss, as a share of the batch's mean, and the tensors of the state after it."""
+
+    forward: Callable[..., Output]  # the model, or its compiled form
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    dtype: torch.dtype
+    hidden_bytes: ClassVar[int] = 0
+
+    def __call__(
+        self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None, loss_mask: Tensor | None, num_targets: Tensor,
+        *memory: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        state = State.of(memory) if memory else None
+        with autocast(self.device, self.dtype):
+            output = self.forward(tokens, doc_ids=doc_ids, state=state, targets=targets, loss_mask=loss_mask)
+        assert output.loss_sum is not None
+        loss = output.loss_sum / num_targets
+        self.scaler.scale(loss).backward()
+        return loss.detach(), *(output.state.detach().tensors() if memory else ())
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
+
+
+class GraphedPass:
+    """A pass as CUDA graphs: one that leaves gradients, and one that adds to them.
+
+    Inputs whose first is not of `shape` take the plain way, and always do: which way a batch goes must not depend on
+    what came before it, lest a resumed run differ. For the same reason the pass that has to run before anything can be
+    captured counts for nothing.
+    """
+
+    def __init__(
+        self, plain: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter], shape: tuple[int, ...]
+    ) -> None:
+        self._plain, self._parameters, self._shape = plain, list(parameters), torch.Size(shape)
+        self._captured: dict[bool, _Captured] = {}  # by whether they add
+        self._inputs: tuple[Tensor | None, ...] = ()
+        self._gradients: list[Tensor | None] = []
+        self._pool: Any = None
+        self._is_refused = False
+        self.hidden_bytes = 0  # of memory that replays use, although torch counts it as free
+
+    def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        adds = self._parameters[0].grad is not None
+        if not self._serves(inputs, adds):
+            return self._plain(*inputs)
+        if not self._inputs:
+            self._inputs = tuple(torch.empty_like(given) if given is not None else None for given in inputs)
+        for held, given in zip(self._inputs, inputs, strict=True):
+            if held is not None and given is not None:
+                held.copy_(given)
+        if adds not in self._captured:
+            self._capture(adds)
+        if self._is_refused:
+            return self._plain(*inputs)
+        captured = self._captured[adds]
+        captured.graph.replay()
+        self._set_gradients(self._gradients)
+        return tuple(output.clone() for output in captured.outputs)  # the next replay writes over them
+
+    def _serves(self, inputs: tuple[Tensor | None, ...], adds: bool) -> bool:
+        first = inputs[0]
+        if self._is_refused or first is None or first.shape != self._shape:
+            return False
+        return not adds or (bool(self._gradients) and self._parameters[0].grad is self._gradients[0])
+
+    def _capture(self, adds: bool) -> None:
+        device = self._parameters[0].device
+        stream = torch.cuda.Stream(device)
+        if not adds:
+            self._rehearse(stream)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.reset_peak_memory_stats(device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, those that load data, may go on with what a capture forbids.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                outputs = self._plain(*self._inputs)
+        except RuntimeError as error:  # memory that is too small among them
+            self._is_refused = True
+            say(f"the passes are not captured as a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
+            self._set_gradients(self._gradients if adds else [None] * len(self._parameters))
+            return
+        if not adds:
+            self._gradients = [parameter.grad for parameter in self._parameters]
+        hidden = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        self.hidden_bytes = max(self.hidden_bytes, hidden)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._captured[adds] = _Captured(graph, outputs)
+
+    def _rehearse(self, stream: torch.cuda.Stream) -> None:
+        """One pass that counts for nothing: it compiles, and allocates what outlives a pass."""
+        current = torch.cuda.current_stream(stream.device)
+        random = torch.cuda.get_rng_state(stream.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._plain(*self._inputs)
+        current.wait_stream(stream)
+        torch.cuda.set_rng_state(random, stream.device)
+        self._set_gradients([None] * len(self._parameters))
+
+    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+Pass = PlainPass | GraphedPass
+
+
+def make_pass(
+    model: MambaLM, scaler: torch.amp.GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool,
+    graphed: bool,
+) -> Pass:  # fmt: skip
+    """The pass over micro-batches of this shape: a CUDA graph where there is a GPU, unless torch.compile has its own
+    way."""
+    device = model.lm_head.weight.device
+    plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype)
+    if not graphed or compiled or device.type != "cuda":
+        return plain
+    return GraphedPass(plain, model.parameters(), shape)
