@@ -198,12 +198,27 @@ def test_nothing_finite_passes_a_boundary() -> None:
     assert torch.equal(moved["final_state"], clean["final_state"])
 
 
-def test_strong_and_uneven_decay_loses_no_digits() -> None:
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "fp16"])
+def test_strong_and_uneven_decay_loses_no_digits(narrow: bool) -> None:
     arguments = _case(1, 100, heads=4, groups=1)
     arguments["A"] = torch.tensor([-16.0, -4.0, -1.0, -1e-4])
     arguments["dt_bias"] += 4  # steps of about 2
     arguments["dt"][:, 37] = 1000.0  # forgets all, and must not cost its neighbours their digits
-    _check(arguments)
+    if narrow:
+        arguments["x"][:, 37] *= 1e-3  # what it sends on is within fp16
+        _check(_narrowed(arguments, torch.float16), tolerance=5e-3)
+    else:
+        _check(arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_states_that_grow(dtype: torch.dtype) -> None:
+    arguments = _case(1, 70, heads=2, groups=1)
+    arguments["A"] = torch.tensor([0.02, 0.1])
+    if dtype == torch.float32:
+        _check(arguments)
+    else:
+        _check(_narrowed(arguments, dtype), tolerance=5e-3)
 
 
 def test_small_steps_keep_their_digits() -> None:
@@ -229,10 +244,11 @@ def test_inputs_with_gaps_between_rows_heads_and_tokens() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_time_cut_into_segments_and_heads_dealt_out(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = _case(1, 140, heads=3, groups=1)
+    arguments = _case(1, 140, heads=5, groups=1)
     if packed:
         arguments["doc_ids"] = ids_of([1, 70, 25, 44])[None]
-    for segments, enough in ((1, 1), (3, 10**6), (5, 30)):
+    for segments, enough, piece in ((1, 1, 2), (3, 10**6, 12), (5, 12, 1)):
+        monkeypatch.setattr(kernels, "HEADS_OF_A_PIECE", piece)
         monkeypatch.setattr(kernels, "_best_cut", lambda *_, chosen=segments: (chosen, 16))
         monkeypatch.setattr(kernels, "ENOUGH_CHUNKS", enough)
         kept = kernels.kept_shape(arguments["x"], arguments["B"])

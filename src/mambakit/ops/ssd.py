@@ -8,11 +8,11 @@ For each head h, with dt_t = clamp(softplus(dt_t + dt_bias), dt_limit):
 Sizes: x (B, L, H, P); dt (B, L, H); A, dt_bias (H); B, C (B, L, G, N), each group shared by H/G heads;
 D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inputs).
 
-The fast paths cut time into chunks and turn the recurrence into matrix products: on a CPU by kernels (ops/cpu/ssd.py),
-which keep for backward the inputs and the state before each of a few spans of chunks, and recompute the rest; on other
-devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A is meant to be
-negative: where states grow past the range of fp32, so does what comes of them. A NaN is not held back by
-a boundary, since masks are factors of zero: it may spoil its chunk and the rest of its row.
+The fast paths cut time into chunks and turn the recurrence into matrix products: on a CPU and on an NVIDIA GPU by
+kernels (ops/cpu/ssd.py, ops/gpu/ssd.py), which keep for backward the inputs and a few states, and recompute the rest;
+on other devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A is meant to be negative: where
+states grow past the range of fp32, so does what comes of them. A NaN is not held back by a boundary, since masks are
+factors of zero: it may spoil its chunk and the rest of its row.
 """
 
 from __future__ import annotations

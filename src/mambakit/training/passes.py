@@ -94,8 +94,10 @@ class GraphedPass:
     def _capture(self, adds: bool) -> None:
         device = self._parameters[0].device
         stream = torch.cuda.Stream(device)
+        random = torch.cuda.get_rng_state(device)
         if not adds:
             self._rehearse(stream)
+            torch.cuda.set_rng_state(random, device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.reset_peak_memory_stats(device)
         graph = torch.cuda.CUDAGraph()
@@ -104,9 +106,10 @@ class GraphedPass:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = self._plain(*self._inputs)
         except RuntimeError as error:  # memory that is too small among them
-            self._is_refused = True
             say(f"the passes are not captured as a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
             self._set_gradients(self._gradients if adds else [None] * len(self._parameters))
+            self._captured, self._inputs, self._gradients, self._is_refused = {}, (), [], True
+            _renew_generator(random, device)
             return
         if not adds:
             self._gradients = [parameter.grad for parameter in self._parameters]
@@ -118,17 +121,22 @@ class GraphedPass:
     def _rehearse(self, stream: torch.cuda.Stream) -> None:
         """One pass that counts for nothing: it compiles, and allocates what outlives a pass."""
         current = torch.cuda.current_stream(stream.device)
-        random = torch.cuda.get_rng_state(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._plain(*self._inputs)
         current.wait_stream(stream)
-        torch.cuda.set_rng_state(random, stream.device)
         self._set_gradients([None] * len(self._parameters))
 
     def _set_gradients(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _renew_generator(state: Tensor, device: torch.device) -> None:
+    """After a capture that failed, the generator of random numbers believes that it still goes on."""
+    fresh = torch.Generator(device)
+    fresh.set_state(state)
+    torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 Pass = PlainPass | GraphedPass

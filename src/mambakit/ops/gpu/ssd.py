@@ -9,11 +9,13 @@ the document of a token begins.
 Forward, a program walks along time for one head and a block of its channels with the state, (N, P), in registers.
 Nothing is kept for backward but what enters the segments, see below.
 
-Backward has three steps. `_states_kernel` walks along time twice, forward for the state that enters each chunk and
-backward for the gradient of the state that leaves it, and writes both in the inputs' dtype, in which the tensor cores
-would have them anyway. Then nothing binds a chunk to its neighbours: a program of `_chunk_kernel` has one chunk and the
-heads of a group, so that C_i B_j is computed once for all heads, and dB and dC are summed in registers and written
-once. `_steps_kernel` brings together what is known of each dt.
+Backward, `_states_kernel` walks along time twice, forward for the state that enters each chunk and backward for the
+gradient of the state that leaves it, and writes both in the inputs' dtype, in which the tensor cores would have them
+anyway. Then nothing binds a chunk to its neighbours, and three kernels have one chunk and heads of a group each: what
+goes from token to token inside it (`_inside_kernel`), what its tokens send on (`_sent_kernel`: dx and dB) and what they
+read (`_heard_kernel`: dC). dB and dC are summed over heads in registers and written once. One kernel for all three
+would read everything once, but fills a processor with its registers, and nothing covers its waiting. `_steps_kernel`
+brings together what is known of each dt.
 
 Too few rows and heads for the GPU: time is cut into segments that walk side by side. What each leaves behind alone
 is computed first, then carried on, and then each has what enters it. Sums are fp32 and made in a fixed order.
@@ -46,19 +48,25 @@ FORWARD_HELD, FORWARD_TURN = 2, {32: 1.0, 64: 1.8}
 MOST_SEGMENTS, SHORTEST_SEGMENT, BEGINNING = 16, 8, 2
 # Programs of a chunk and a group, fewer than which the heads of a group are dealt out to several.
 ENOUGH_CHUNKS = 256
+HEADS_OF_A_PIECE = 12  # at most, of a program that looks inside a chunk
 ELEMENTS_OF_A_STEP = 2048  # of the state, for a program that does one token
 HEADS_OF_A_TILE = 8  # in the kernels that only look at dt
 # What differs from batch to batch: a kernel is not compiled anew because one of them is 1, or divisible by 16.
-SIZES_OF_A_BATCH = ("length", "batch", "num_chunks", "num_segments", "segment_chunks", "num_parts", "part_heads")
+SIZES_OF_A_BATCH = (
+    "length", "batch", "num_chunks", "num_segments", "segment_chunks", "num_parts", "part_heads", "num_tiles",
+)  # fmt: skip
 
 STEP, HIGH, LOW, FROM_START, TO_END, WEIGHT = (tl.constexpr(i) for i in range(6))  # of `times` (6, B, H, L')
 EARLY = LOW
-# Of `sums` (p, B, H, L', 4), of which `_steps_kernel` makes the gradients of dt A, dt and D: what a token SENT to the
-# state that leaves; what is DUE to it, read of the state that enters, less what has gone from it to others of its
-# chunk; DIRECT, the gradient of dt as a factor of x; and x dy, which SKIPPED all. What `came` to it from others of its
-# chunk is in (p, B, H, L'); in fp32, all that passed it by inside the chunk.
-SENT, DUE, DIRECT, SKIPPED = (tl.constexpr(i) for i in range(4))
+# Of `sums` (2, p, B, H, L') and `inside` (3, B, H, L'), of which `_steps_kernel` makes the gradients of dt A, dt and D:
+# what a token SENT to the state that leaves, before dt and decay; what is DUE to it, read of the state that enters;
+# what CAME to it from others of its chunk (in fp32, all that PASSED it by inside the chunk); DIRECT, what it gave to
+# others of its chunk, before dt; and x dy, which SKIPPED all.
+SENT, DUE = (tl.constexpr(i) for i in range(2))
+CAME, DIRECT, SKIPPED = (tl.constexpr(i) for i in range(3))
+PASSED = CAME
 LOG2_E = tl.constexpr(math.log2(math.e))
+LARGEST_EXPONENT = tl.constexpr(126.0)  # of two, in fp32
 
 
 @functools.cache
@@ -67,32 +75,39 @@ def _has_wide_products(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def _by(warps: int, stages: int, registers: int | None = None) -> dict[str, int]:
+    """How a kernel is compiled: warps of a program, stages of its pipeline, the most registers of a thread."""
+    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+
+
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens of a chunk and channels of a block; warps and pipeline stages of the two kernels of backward, and those of
-    forward for each number of channels that it may have. Triton 3.6 makes wrong code of others, so they are few, and
-    tests/ops/test_gpu_ssd.py has all of them."""
+    """Tokens of a chunk and channels of a block, and how the kernels of backward are compiled; forward, for each number
+    of channels that it may have. Triton 3.6 makes wrong code of others, so they are few, and tests/ops/test_gpu_ssd.py
+    has all of them."""
 
     chunk: int
     channels: int
-    states: tuple[int, int]
-    chunks: tuple[int, int]
-    forward: dict[int, tuple[int, int]]
+    states: dict[str, int]
+    inside: dict[str, int]
+    sent: dict[str, int]
+    heard: dict[str, int]
+    forward: dict[int, dict[str, int]]
     precise: bool = False  # without tensor cores, and with sums that lose no digits of fp32
 
     @classmethod
     def of(cls, x: Tensor, num_states: int) -> Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
-            return cls(32, min(padded, 32), (4, 1), (8, 1), {16: (4, 1)}, precise=True)
+            return cls(32, min(padded, 32), _by(4, 1), _by(8, 1), _by(8, 1), _by(8, 1), {16: _by(4, 1)}, precise=True)
         channels = min(padded, 64)
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
-            return cls(32, channels, (4, 3), (8, 2), {64: (4, 2)})
-        return cls(64, channels, (4, 3), (8, 2), {32: (4, 3), 64: (4, 2)})
+            return cls(32, channels, _by(4, 3), _by(4, 2), _by(4, 2), _by(4, 2), {64: _by(4, 2)})
+        return cls(64, channels, _by(4, 3, 168), _by(4, 3), _by(4, 2), _by(4, 3), {32: _by(4, 3), 64: _by(4, 2)})
 
-    def forward_for(self, channels: int, *tensors: Tensor) -> tuple[int, tuple[int, int]]:
-        """Channels of forward, warps and stages: as wished, but 32 are right only where B and C are read in words."""
+    def forward_for(self, channels: int, *tensors: Tensor) -> tuple[int, dict[str, int]]:
+        """Channels of forward and how it is compiled: as wished, but 32 are right only where B and C lie in words."""
         if channels == 32 and not all(_is_aligned(tensor) for tensor in tensors):
             channels = 64
         return channels, self.forward[channels]
@@ -201,14 +216,12 @@ def _state(n: tl.tensor, p: tl.tensor, NUM_STATES: tl.constexpr, HEAD_DIM: tl.co
 
 
 @triton.jit
-def _decay(
-    time: tl.tensor, plane: tl.tensor, later: tl.tensor, earlier: tl.tensor, together: tl.tensor, PRECISE: tl.constexpr
-) -> tl.tensor:
-    """exp(cum_later - cum_earlier); zero where not `together`, however large the difference."""
+def _decay(time: tl.tensor, plane: tl.tensor, later: tl.tensor, earlier: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
+    """exp(cum_later - cum_earlier); finite where `later` is before `earlier`, so that a product with zero is zero."""
     exponent = tl.load(time + HIGH * plane + later) - tl.load(time + HIGH * plane + earlier)
     if PRECISE:
         exponent += tl.load(time + LOW * plane + later) - tl.load(time + LOW * plane + earlier)
-    return tl.exp2(tl.where(together, exponent, -float("inf")))
+    return tl.exp2(tl.minimum(exponent, LARGEST_EXPONENT))
 
 
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
@@ -268,7 +281,8 @@ def _forward_kernel(
         scores = tl.dot(Cs, tl.trans(Bs), input_precision="ieee")  # (i, j)
         if PRECISE:
             step = tl.load(time + STEP * plane + q)
-            scores *= _decay(time, plane, q[:, None], q[None, :], together, PRECISE) * step[None, :]
+            scores = tl.where(together, scores, 0.0) * step[None, :]
+            scores *= _decay(time, plane, q[:, None], q[None, :], PRECISE)
         else:
             exponent = tl.load(time + HIGH * plane + q)[:, None] - tl.load(time + EARLY * plane + q)[None, :]
             scores *= tl.exp2(tl.where(together, exponent, -float("inf")))
@@ -292,6 +306,7 @@ def _states_kernel(
     inner: tl.tensor, inner_row: tl.tensor, inner_time: tl.tensor, inner_group: tl.tensor,
     outer: tl.tensor, outer_row: tl.tensor, outer_time: tl.tensor, outer_head: tl.tensor,
     times: tl.tensor, plane: tl.tensor, entering: tl.tensor, states: tl.tensor, leaving: tl.tensor, through: tl.tensor,
+    others: tl.tensor, passing: tl.tensor,
     length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
     num_segments: tl.tensor, segment_chunks: tl.tensor,
     BACKWARD: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
@@ -301,7 +316,8 @@ def _states_kernel(
 
     Before each chunk the state is written to `states` (B, c, H, N, P). With `through` (B, s, H), every segment writes
     what it leaves behind to `leaving` (B, s, H, P, N) and how much passes through it; without, the last one alone
-    does, to (B, H, P, N), where that is asked for.
+    does, to (B, H, P, N), where that is asked for. Given the `others`, what was written going forward, `passing`
+    (B, c, H, p) is the product of the state that enters each chunk with the gradient of the one that leaves it.
     """
     plane = plane.to(tl.int64)
     BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
@@ -327,19 +343,23 @@ def _states_kernel(
         first = chunk.to(tl.int64) * Q
         left = (length - first).to(tl.int32)
         time = times + first
-        passing = tl.load(time + FROM_START * plane + Q - 1)
+        kept = tl.load(time + FROM_START * plane + Q - 1)
+        place = (row * num_chunks + chunk) * num_heads + head
+        written = place * (HEAD_DIM * NUM_STATES) + n[:, None] * HEAD_DIM + p[None, :]
         if states is not None:
-            at = ((row * num_chunks + chunk) * num_heads + head) * (HEAD_DIM * NUM_STATES)
-            tl.store(states + at + n[:, None] * HEAD_DIM + p[None, :], state, mask=there)
+            tl.store(states + written, state, mask=there)
+        if others is not None:
+            met = tl.sum(state * tl.load(others + written, mask=there, other=0.0).to(tl.float32))
+            tl.store(passing + place * BLOCKS + tl.program_id(0) % BLOCKS, met)
         keys = _tile(inner + first * inner_time, inner_time, q, left, n, NUM_STATES, N)
         values = _tile(outer + first * outer_time, outer_time, q, left, p, HEAD_DIM, P)
         if BACKWARD:
             weight = tl.load(time + FROM_START * plane + q)
         else:
             weight = tl.load(time + WEIGHT * plane + q)
-        total *= passing
+        total *= kept
         sent = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
-        state = tl.dot(tl.trans(keys), sent, state * passing, input_precision="ieee")
+        state = tl.dot(tl.trans(keys), sent, state * kept, input_precision="ieee")
     if leaving is not None:
         if through is not None:
             tl.store(leaving + (walk * num_heads + head) * (HEAD_DIM * NUM_STATES) + element, state, mask=there)
@@ -360,62 +380,121 @@ def _carry_kernel(
         state = tl.zeros([WIDTH], tl.float32)
     else:
         state = tl.load(entering + (row * num_heads + head) * size + element, mask=element < size, other=0.0)
+    at = (row * num_segments + (num_segments - 1 if BACKWARD else 0)) * num_heads + head
+    upcoming = tl.load(states + at * size + element, mask=element < size, other=0.0)
     for turn in range(num_segments):
-        segment = num_segments - 1 - turn if BACKWARD else turn
-        at = (row * num_segments + segment) * num_heads + head
-        left = tl.load(states + at * size + element, mask=element < size, other=0.0)
+        left, kept = upcoming, tl.load(through + at)
+        following = at - num_heads if BACKWARD else at + num_heads
+        there = (element < size) & (turn + 1 < num_segments)
+        upcoming = tl.load(states + following * size + element, mask=there, other=0.0)
         tl.store(states + at * size + element, state, mask=element < size)
-        state = state * tl.load(through + at) + left
+        state = state * kept + left
+        at = following
 
 
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
-def _products_kernel(
+def _inside_kernel(
+    x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
     B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
-    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor, products: tl.tensor,
-    length: tl.tensor, num_chunks: tl.tensor, num_groups: tl.tensor,
-    NUM_STATES: tl.constexpr, Q: tl.constexpr, N: tl.constexpr,
+    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
+    dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor, firsts: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, dproducts: tl.tensor, inside: tl.tensor,
+    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
+    num_parts: tl.tensor, part_heads: tl.tensor,
+    HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    SKIPS: tl.constexpr, PRECISE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """B_j C_i (B, c, G, Q, Q) of each chunk, with j along the rows."""
-    group, place = (tl.program_id(0) % num_groups).to(tl.int64), tl.program_id(0) // num_groups
-    row, first = (place // num_chunks).to(tl.int64), (place % num_chunks).to(tl.int64) * Q
+    """What goes from token to token inside a chunk, of some heads of a group, one after the other.
+
+    Writes `dproducts` (B, c, G, parts, Q, Q), these heads' gradient of B_j C_i, and `inside`, see there.
+    """
+    plane = plane.to(tl.int64)
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    group, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _tile(B + row * B_row + group * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
-    Cs = _tile(C + row * C_row + group * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
-    out = products + tl.program_id(0).to(tl.int64) * (Q * Q) + q[:, None] * Q + q[None, :]
-    tl.store(out, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"))
+    Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
+    Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    together = _together(firsts, row * (num_chunks * Q) + first, q)  # (j, i)
+    product = tl.where(together, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"), 0.0)
+    dproduct = tl.zeros([Q, Q], tl.float32)  # of nothing where not together
+    group_heads = num_heads // num_groups
+    begin = group * group_heads + part * part_heads
+    end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
+    for turn in range(end - begin):
+        head = (begin + turn).to(tl.int64)
+        time = times + (row * num_heads + head) * (num_chunks * Q) + first
+        dscores = tl.zeros([Q, Q], tl.float32)
+        for block in tl.static_range((HEAD_DIM + P - 1) // P):
+            p = block * P + tl.arange(0, P)
+            values = _tile(x + row * x_row + first * x_time + head * x_head, x_time, q, left, p, HEAD_DIM, P)
+            dys = _tile(dy + row * dy_row + first * dy_time + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
+            dscores = tl.dot(values, tl.trans(dys), dscores, input_precision="ieee")
+        token = inside + (row * num_heads + head) * (num_chunks * Q) + first + q
+        if SKIPS:
+            tl.store(token + SKIPPED * plane, tl.sum(tl.where(q[:, None] == q[None, :], dscores, 0.0), axis=1))
+        decay = _decay(time, plane, q[None, :], q[:, None], PRECISE)
+        step = tl.load(time + STEP * plane + q)
+        given = dscores * product * decay
+        dproduct += dscores * decay * step[:, None]
+        tl.store(token + DIRECT * plane, tl.sum(given, axis=1))
+        between = given * step[:, None]
+        # dt A of token k decays all that goes from j < k to i >= k. Where fp32 counts, the sum over i, and then over
+        # j, is made as it stands; else as the sum over i >= k of what comes to i less what goes from it, which is
+        # cheap, but cancels: four digits are left.
+        if PRECISE:
+            not_before = (q[:, None] >= q[None, :]).to(tl.float32)  # (i, k)
+            reaching = tl.dot(between, not_before, input_precision="ieee")  # (j, k)
+            tl.store(token + PASSED * plane, tl.sum(tl.where(q[:, None] < q[None, :], reaching, 0.0), axis=0))
+        else:
+            tl.store(token + CAME * plane, tl.sum(between, axis=0))
+    at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * (Q * Q)
+    together = _together(firsts, row * (num_chunks * Q) + first, q)
+    tl.store(dproducts + at + q[:, None] * Q + q[None, :], tl.where(together, dproduct, 0.0))
 
 
 @triton.jit
-def _add_four(
-    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, e: tl.tensor, f: tl.tensor, g: tl.tensor, h: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    return a + e, b + f, c + g, d + h
+def _together(firsts: tl.tensor, at: tl.tensor, q: tl.tensor) -> tl.tensor:
+    """(j, i): whether j is not after i, and in the same document."""
+    together = q[:, None] <= q[None, :]
+    if firsts is not None:
+        together &= q[:, None] >= tl.load(firsts + at + q)[None, :]
+    return together
+
+
+@triton.jit
+def _summed(dproducts: tl.tensor, first: tl.tensor, count: tl.tensor, row: tl.tensor, column: tl.tensor) -> tl.tensor:
+    """The sum of some of the (Q, Q) tiles that `_inside_kernel` wrote."""
+    Q: tl.constexpr = row.shape[0] * row.shape[1]
+    tile = dproducts + first * (Q * Q) + row * Q + column
+    total = tl.load(tile)
+    for number in range(1, count):
+        total += tl.load(tile + number * (Q * Q))
+    return total
 
 
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
-def _chunk_kernel(
+def _sent_kernel(
     x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
     B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
     C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
     dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor,
     D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, firsts: tl.tensor,
-    times: tl.tensor, plane: tl.tensor, products: tl.tensor, states: tl.tensor, dstates: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, dstates: tl.tensor, dproducts: tl.tensor,
     dx: tl.tensor, dx_row: tl.tensor, dx_time: tl.tensor, dx_head: tl.tensor,
-    dB: tl.tensor, dC: tl.tensor, dB_part: tl.tensor, dB_row: tl.tensor, dB_time: tl.tensor, dB_group: tl.tensor,
-    dD: tl.tensor, sums: tl.tensor, came: tl.tensor, passing: tl.tensor,
+    dB: tl.tensor, dB_part: tl.tensor, dB_row: tl.tensor, dB_time: tl.tensor, dB_group: tl.tensor,
+    dD: tl.tensor, sums: tl.tensor,
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
-    num_parts: tl.tensor, part_heads: tl.tensor,
+    num_parts: tl.tensor, part_heads: tl.tensor, num_tiles: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     D_PER_CHANNEL: tl.constexpr, PRECISE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One chunk and some heads of a group, one after the other, each in blocks of channels.
+    """What the tokens of a chunk send to later ones and to the state that leaves, of some heads of a group.
 
-    Writes dx; dB and dC (parts, B, L, G, N); dD (B, c, H, P) for a D of every channel; and, for `_steps_kernel`, `sums`
-    and `came` of each head and token, and `passing` (B, c, H, p), the product of the state that enters with the
-    gradient of the one that leaves. (Q, Q) tiles have the earlier token j along their rows, so that they are
-    multiplied from the left as they are; dB and dC are summed as (N, Q), which gives each of eight warps its own rows.
-    The order of the lines is that which needs the fewest registers.
+    Writes dx; dB (parts, B, L, G, N), summed over these heads in registers; dD (B, c, H, P) for a D of every channel;
+    and SENT of `sums`.
     """
     plane = plane.to(tl.int64)
     BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
@@ -427,13 +506,11 @@ def _chunk_kernel(
     q, n = tl.arange(0, Q), tl.arange(0, N)
     Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
     Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
-    together = q[:, None] <= q[None, :]  # (j, i)
-    if firsts is not None:
-        together &= q[:, None] >= tl.load(firsts + row * (num_chunks * Q) + first + q)[None, :]
-    at = ((row * num_chunks + chunk) * num_groups + group) * (Q * Q)
-    product = tl.load(products + at + q[:, None] * Q + q[None, :])
-    dproduct = tl.zeros([Q, Q], tl.float32)
-    dBs, dCs = tl.zeros([N, Q], tl.float32), tl.zeros([N, Q], tl.float32)
+    at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * num_tiles
+    dproduct = _summed(dproducts, at, num_tiles, q[:, None], q[None, :])
+    gradient = tl.dot(dproduct.to(Cs.dtype), Cs, input_precision="ieee")  # (j, N)
+    together = _together(firsts, row * (num_chunks * Q) + first, q)  # (j, i)
+    product = tl.where(together, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"), 0.0)
     x += row * x_row + first * x_time
     dy += row * dy_row + first * dy_time
     dx += row * dx_row + first * dx_time
@@ -448,77 +525,86 @@ def _chunk_kernel(
         values = _tile(x + head * x_head, x_time, q, left, p, HEAD_DIM, P)
         dys = _tile(dy + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
         place = (row * num_chunks + chunk) * num_heads + head
-        at = place * (HEAD_DIM * NUM_STATES)
-        state = _tile(states + at, HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
-        dstate = _tile(dstates + at, HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
-        step = tl.load(time + STEP * plane + q)
-        from_start = tl.load(time + FROM_START * plane + q)
-        to_end = tl.load(time + TO_END * plane + q)
-        wide, wide_dy = values.to(tl.float32), dys.to(tl.float32)
-        token = ((block * batch + row) * num_heads + head) * (num_chunks * Q) + first + q
-
-        # With the states on either side.
-        met = tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-        tl.store(passing + place * BLOCKS + block, met)
-        told = (wide * (step * to_end)[:, None]).to(Bs.dtype)
-        dBs = tl.dot(dstate, tl.trans(told), dBs, input_precision="ieee")
-        heard = (wide_dy * from_start[:, None]).to(Bs.dtype)
-        dCs = tl.dot(state, tl.trans(heard), dCs, input_precision="ieee")
-
-        # Inside the chunk.
-        decay = _decay(time, plane, q[None, :], q[:, None], together, PRECISE)
-        # The choice is always `product`; it is there to have it laid out in threads as dproduct is, once for all turns.
-        scores = tl.where(begin >= 0, product, dproduct) * decay
-        dscores = tl.dot(values, tl.trans(dys), input_precision="ieee")
-        if D_PER_CHANNEL:
-            tl.store(dD + place * HEAD_DIM + p, tl.sum(wide * wide_dy, axis=0), mask=p < HEAD_DIM)
-        dscores *= step[:, None]
-        dproduct += dscores * decay
-        between = dscores * scores
-        inner = tl.dot(scores.to(dys.dtype), dys, input_precision="ieee")
-        # dt A of token k decays all that goes from j < k to i >= k. Where fp32 counts, the sum over i, and then over
-        # j, is made as it stands; else as the sum over i >= k of what comes to i less what goes from it, which is
-        # cheap, but cancels: four digits are left.
-        entered = tl.dot(Cs, state, input_precision="ieee")
-        due = entered * wide_dy * from_start[:, None]  # (Q, P), to be summed over P
-        if PRECISE:
-            not_before = (q[:, None] >= q[None, :]).to(tl.float32)  # (i, k)
-            reaching = tl.dot(between, not_before, input_precision="ieee")  # (j, k)
-            tl.store(came + token, tl.sum(tl.where(q[:, None] < q[None, :], reaching, 0.0), axis=0))
-        else:
-            tl.store(came + token, tl.sum(between, axis=0))
-            if P == Q:
-                due -= between
-
-        # To the state that leaves; and the sums of each token, all at once.
-        later = tl.dot(Bs, dstate, input_precision="ieee") * to_end[:, None]
-        due, sent, direct, skipped = tl.reduce((due, later * wide, inner * wide, wide * wide_dy), 1, _add_four)
-        if not PRECISE and P != Q:
-            due -= tl.sum(between, axis=1)
-        four = tl.join(tl.join(sent * step, direct + sent), tl.join(due, skipped))  # (Q, 2, 2), the last of two first
-        tl.store(
-            sums + token[:, None, None] * 4 + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :], four
-        )
-        dvalues = inner * step[:, None] + later * step[:, None]
+        dstate = _tile(dstates + place * (HEAD_DIM * NUM_STATES), HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
+        weight = tl.load(time + WEIGHT * plane + q)
+        wide = values.to(tl.float32)
+        told = (wide * weight[:, None]).to(values.dtype)
+        gradient = tl.dot(told, tl.trans(dstate), gradient, input_precision="ieee")
+        later = tl.dot(Bs, dstate, input_precision="ieee")  # (j, P)
+        token = sums + ((block * batch + row) * num_heads + head) * (num_chunks * Q) + first + q
+        tl.store(token + SENT * BLOCKS * plane, tl.sum(later * wide, axis=1))
+        dvalues = later * weight[:, None]
         if D is not None:
             skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
-            dvalues += skip[None, :] * wide_dy
+            dvalues += skip[None, :] * dys.to(tl.float32)
+            if D_PER_CHANNEL:
+                tl.store(dD + place * HEAD_DIM + p, tl.sum(wide * dys.to(tl.float32), axis=0), mask=p < HEAD_DIM)
+        if PRECISE:
+            scores = product * _decay(time, plane, q[None, :], q[:, None], PRECISE)
+            scores *= tl.load(time + STEP * plane + q)[:, None]
+        else:
+            exponent = tl.load(time + HIGH * plane + q)[None, :] - tl.load(time + EARLY * plane + q)[:, None]
+            scores = product * tl.exp2(tl.minimum(exponent, LARGEST_EXPONENT))
+        dvalues = tl.dot(scores.to(dys.dtype), dys, dvalues, input_precision="ieee")
         written = _inside(q, left, p, HEAD_DIM, P)
         tl.store(dx + head * dx_head + q[:, None] * dx_time + p[None, :], dvalues, mask=written)
-    narrow = dproduct.to(Bs.dtype)
-    dBs = tl.dot(tl.trans(Cs), tl.trans(narrow), dBs, input_precision="ieee")
-    dCs = tl.dot(tl.trans(Bs), narrow, dCs, input_precision="ieee")
-    at = part.to(tl.int64) * dB_part + row * dB_row + first * dB_time + group.to(tl.int64) * dB_group  # and of dC
-    element = q[None, :] * dB_time + n[:, None]
-    written = (q < left)[None, :] & (n < NUM_STATES)[:, None]
-    tl.store(dB + at + element, dBs, mask=written)
-    tl.store(dC + at + element, dCs, mask=written)
+    out = dB + part.to(tl.int64) * dB_part + row * dB_row + first * dB_time + group.to(tl.int64) * dB_group
+    tl.store(out + q[:, None] * dB_time + n[None, :], gradient, mask=_inside(q, left, n, NUM_STATES, N))
+
+
+@triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
+def _heard_kernel(
+    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
+    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
+    dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, states: tl.tensor, dproducts: tl.tensor,
+    dC: tl.tensor, dC_part: tl.tensor, dC_row: tl.tensor, dC_time: tl.tensor, dC_group: tl.tensor, sums: tl.tensor,
+    length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
+    num_parts: tl.tensor, part_heads: tl.tensor, num_tiles: tl.tensor,
+    HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+) -> None:  # fmt: skip
+    """What the tokens of a chunk read of earlier ones and of the state that enters, of some heads of a group.
+
+    Writes dC (parts, B, L, G, N), summed over these heads in registers, and DUE of `sums`.
+    """
+    plane = plane.to(tl.int64)
+    BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    group, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    first = chunk.to(tl.int64) * Q
+    left = (length - first).to(tl.int32)
+    q, n = tl.arange(0, Q), tl.arange(0, N)
+    Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
+    Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * num_tiles
+    dproduct = _summed(dproducts, at, num_tiles, q[None, :], q[:, None])  # (i, j)
+    gradient = tl.dot(dproduct.to(Bs.dtype), Bs, input_precision="ieee")  # (i, N)
+    dy += row * dy_row + first * dy_time
+    group_heads = num_heads // num_groups
+    begin = group * group_heads + part * part_heads
+    end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
+    for turn in range((end - begin) * BLOCKS):
+        head = (begin + turn // BLOCKS).to(tl.int64)
+        block = turn % BLOCKS
+        p = block * P + tl.arange(0, P)
+        dys = _tile(dy + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
+        place = (row * num_chunks + chunk) * num_heads + head
+        state = _tile(states + place * (HEAD_DIM * NUM_STATES), HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
+        time = times + (row * num_heads + head) * (num_chunks * Q) + first
+        heard = dys.to(tl.float32) * tl.load(time + FROM_START * plane + q)[:, None]
+        gradient = tl.dot(heard.to(dys.dtype), tl.trans(state), gradient, input_precision="ieee")
+        entered = tl.dot(Cs, state, input_precision="ieee")
+        token = sums + ((block * batch + row) * num_heads + head) * (num_chunks * Q) + first + q
+        tl.store(token + DUE * BLOCKS * plane, tl.sum(entered * heard, axis=1))
+    out = dC + part.to(tl.int64) * dC_part + row * dC_row + first * dC_time + group.to(tl.int64) * dC_group
+    tl.store(out + q[:, None] * dC_time + n[None, :], gradient, mask=_inside(q, left, n, NUM_STATES, N))
 
 
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
 def _steps_kernel(
     dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
-    times: tl.tensor, sums: tl.tensor, came: tl.tensor, passing: tl.tensor,
+    times: tl.tensor, sums: tl.tensor, inside: tl.tensor, passing: tl.tensor,
     ddt: tl.tensor, dA: tl.tensor, dD: tl.tensor, ddt_bias: tl.tensor,
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor,
     dt_low: tl.tensor, dt_high: tl.tensor,
@@ -534,29 +620,29 @@ def _steps_kernel(
     present = (head < num_heads)[None, :]
     left = (length - first).to(tl.int32)
     token = (row * num_heads + head[None, :]) * (num_chunks * Q) + first + q[:, None]  # (Q, heads)
-    sent_before, due = tl.zeros([Q, HEADS], tl.float32), tl.zeros([Q, HEADS], tl.float32)
-    within, direct = tl.zeros([Q, HEADS], tl.float32), tl.zeros([Q, HEADS], tl.float32)
-    met, skipped = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS], tl.float32)
+    step = tl.load(times + STEP * plane + token, mask=present, other=0.0)
+    to_end = tl.load(times + TO_END * plane + token, mask=present, other=0.0)
+    earlier = present & (q > 0)[:, None]
+    weight_before = tl.load(times + WEIGHT * plane + token - 1, mask=earlier, other=0.0)
+    direct = tl.load(inside + DIRECT * plane + token, mask=present, other=0.0)
+    came = tl.load(inside + CAME * plane + token, mask=present, other=0.0)  # in fp32, what passed
+    due = tl.zeros([Q, HEADS], tl.float32) if PRECISE else came - step * direct
+    sent_before = tl.zeros([Q, HEADS], tl.float32)
+    met = tl.zeros([HEADS], tl.float32)
     for block in tl.static_range(BLOCKS):
-        part = sums + (block * plane + token) * 4
-        sent_before += tl.load(part + SENT - 4, mask=present & (q > 0)[:, None], other=0.0)
-        due += tl.load(part + DUE, mask=present, other=0.0)
-        direct += tl.load(part + DIRECT, mask=present, other=0.0)
-        if dD is not None:
-            skipped += tl.sum(tl.load(part + SKIPPED, mask=present, other=0.0), axis=0)
-        passed = tl.load(came + block * plane + token, mask=present, other=0.0)
-        if PRECISE:
-            within += passed
-        else:
-            due += passed
+        part = sums + block * plane + token
+        direct += to_end * tl.load(part + SENT * BLOCKS * plane, mask=present, other=0.0)
+        sent_before += tl.load(part + SENT * BLOCKS * plane - 1, mask=earlier, other=0.0)
+        due += tl.load(part + DUE * BLOCKS * plane, mask=present, other=0.0)
         at = ((row * num_chunks + chunk) * num_heads + head) * BLOCKS + block
         met += tl.load(passing + at, mask=head < num_heads, other=0.0)
-    step = tl.load(times + STEP * plane + token, mask=present, other=0.0)
     last = (row * num_heads + head) * (num_chunks * Q) + first + Q - 1
     met *= tl.load(times + FROM_START * plane + last, mask=head < num_heads, other=0.0)
     # dt A of token k decays what is read of the state that enters by i >= k, what j < k sends to the state that
     # leaves, and what passes from the one to the other.
-    dproduct = within + tl.cumsum(due, axis=0, reverse=True) + tl.cumsum(sent_before, axis=0) + met[None, :]
+    dproduct = tl.cumsum(due, axis=0, reverse=True) + tl.cumsum(sent_before * weight_before, axis=0) + met[None, :]
+    if PRECISE:
+        dproduct += came
     rate = tl.load(A + head, mask=head < num_heads, other=0.0).to(tl.float32)
     gradient = dproduct * rate[None, :] + direct
     value = _biased_dt(dt + row * dt_row + first * dt_time, dt_time, dt_head, dt_bias, q, left, head, num_heads)
@@ -564,13 +650,13 @@ def _steps_kernel(
         gradient *= tl.sigmoid(value)
         value = _softplus(value)
     gradient = tl.where((value >= dt_low) & (value <= dt_high) & (q < left)[:, None], gradient, 0.0)
-    inside = (q < left)[:, None] & present
     out = ddt + (row * length + first) * num_heads + q[:, None] * num_heads + head[None, :]
-    tl.store(out, gradient, mask=inside)
+    tl.store(out, gradient, mask=(q < left)[:, None] & present)
     at = (row * num_chunks + chunk) * num_heads + head
     tl.store(dA + at, tl.sum(dproduct * step, axis=0), mask=head < num_heads)
     if dD is not None:
-        tl.store(dD + at, skipped, mask=head < num_heads)
+        skipped = tl.load(inside + SKIPPED * plane + token, mask=present, other=0.0)
+        tl.store(dD + at, tl.sum(skipped, axis=0), mask=head < num_heads)
     if ddt_bias is not None:
         tl.store(ddt_bias + at, tl.sum(gradient, axis=0), mask=head < num_heads)
 
@@ -684,6 +770,19 @@ class _Plan:
         return _parts(share, _parts(share, wanted))
 
     @property
+    def part_heads(self) -> int:
+        return _parts(self.heads // self.groups, self.parts)
+
+    @property
+    def pieces(self) -> int:
+        """To how many programs of `_inside_kernel` the heads of a part are dealt out."""
+        return _parts(self.part_heads, HEADS_OF_A_PIECE)
+
+    @property
+    def piece_heads(self) -> int:
+        return _parts(self.part_heads, self.pieces)
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.heads, self.head_dim, self.num_states
 
@@ -725,13 +824,12 @@ def forward(
         if plan.segments > 1:
             _enter_segments(plan, B, x, times, entering, kept, backward=False)
             entering = kept
-        channels, (warps, stages) = plan.tiles.forward_for(plan.forward_channels, x, B, C)
+        channels, compiled = plan.tiles.forward_for(plan.forward_channels, x, B, C)
         walks = plan.batch * plan.segments * plan.heads * _parts(plan.head_dim, channels)
         _forward_kernel[(walks,)](
             *_placed(x), *_placed(B), *_placed(C), *_per_channel(D), firsts,
             times, plan.plane, entering, y, final_state, *plan.walk_sizes,
-            **plan.tile(channels), PRECISE=plan.tiles.precise,
-            num_warps=warps, num_stages=stages,
+            **plan.tile(channels), PRECISE=plan.tiles.precise, **compiled,
         )  # fmt: skip
     return y, final_state, kept
 
@@ -757,7 +855,6 @@ def backward(
         )
 
     states, dstates = like_states(), like_states()
-    products = fp32(plan.batch, plan.chunks, plan.groups, plan.tiles.chunk, plan.tiles.chunk)
     dinitial = fp32(*plan.state_shape)
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if into is None else into[0]
     ddt = torch.empty(dt.shape, dtype=dt.dtype, device=device)
@@ -768,7 +865,9 @@ def backward(
         dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
     per_channel = D is not None and D.dim() == 2
     dD = fp32(plan.batch * plan.chunks, plan.heads, *(plan.head_dim,) * per_channel) if D is not None else None
-    sums, came = fp32(plan.blocks, plan.plane, 4), fp32(plan.blocks, plan.plane)
+    chunk = plan.tiles.chunk
+    dproducts = fp32(plan.batch, plan.chunks, plan.groups, plan.parts * plan.pieces, chunk, chunk)
+    sums, inside = fp32(2, plan.blocks, plan.plane), fp32(3, plan.plane)
     passing = fp32(plan.batch, plan.chunks, plan.heads, plan.blocks)
     dA = fp32(plan.batch * plan.chunks, plan.heads)
     ddt_bias = torch.empty_like(dA) if dt_bias is not None else None
@@ -781,24 +880,27 @@ def backward(
             dsegments = fp32(*plan.kept_shape)
             _enter_segments(plan, C, dy, times, dentering, dsegments, backward=True)
             dentering = dsegments
-        _walk(plan, C, dy, times, dentering, dstates, dinitial, None, backward=True)
-        sizes = plan.tile(plan.tiles.channels)
-        _products_kernel[(plan.batch * plan.chunks * plan.groups,)](
-            *_placed(B), *_placed(C), products, plan.length, plan.chunks, plan.groups,
-            **{name: sizes[name] for name in ("NUM_STATES", "Q", "N")},
+        _walk(plan, C, dy, times, dentering, dstates, dinitial, None, states, passing, backward=True)
+        tile = plan.tile(plan.tiles.channels)
+        places, parts, pieces = plan.batch * plan.chunks, plan.parts, plan.parts * plan.pieces
+        rows = plan.length, plan.batch, plan.chunks, plan.heads, plan.groups
+        dealt = parts, plan.part_heads, plan.pieces
+        _inside_kernel[(places, plan.groups * pieces)](
+            *_placed(x), *_placed(B), *_placed(C), *_placed(dy), firsts, times, plan.plane, dproducts, inside,
+            plan.length, plan.chunks, plan.heads, plan.groups, pieces, plan.piece_heads,
+            **tile, SKIPS=D is not None and not per_channel, PRECISE=plan.tiles.precise, **plan.tiles.inside,
         )  # fmt: skip
-        warps, stages = plan.tiles.chunks
-        _chunk_kernel[(plan.batch * plan.chunks, plan.groups * plan.parts)](
-            *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts,
-            times, plan.plane, products, states, dstates, *_placed(dx), dB, dC, *dB.stride()[:4],
-            dD, sums, came, passing,
-            plan.length, plan.batch, plan.chunks, plan.heads, plan.groups,
-            plan.parts, _parts(plan.heads // plan.groups, plan.parts),
-            **sizes, D_PER_CHANNEL=per_channel, PRECISE=plan.tiles.precise,
-            num_warps=warps, num_stages=stages,
+        _sent_kernel[(places, plan.groups * parts)](
+            *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts, times, plan.plane, dstates,
+            dproducts, *_placed(dx), dB, *dB.stride()[:4], dD, sums, *rows, *dealt,
+            **tile, D_PER_CHANNEL=per_channel, PRECISE=plan.tiles.precise, **plan.tiles.sent,
+        )  # fmt: skip
+        _heard_kernel[(places, plan.groups * parts)](
+            *_placed(B), *_placed(C), *_placed(dy), times, plan.plane, states, dproducts, dC, *dC.stride()[:4], sums,
+            *rows, *dealt, **tile, **plan.tiles.heard,
         )  # fmt: skip
         _steps_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
-            dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, came, passing,
+            dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, inside, passing,
             ddt, dA, None if per_channel else dD, ddt_bias,
             plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
             SOFTPLUS=dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
@@ -856,13 +958,13 @@ def _times(
 
 def _walk(
     plan: _Plan, inner: Tensor, outer: Tensor, times: Tensor, entering: Tensor | None, states: Tensor | None,
-    leaving: Tensor | None, through: Tensor | None, *, backward: bool,
+    leaving: Tensor | None, through: Tensor | None, others: Tensor | None = None, passing: Tensor | None = None, *,
+    backward: bool,
 ) -> None:  # fmt: skip
     """See `_states_kernel`."""
-    warps, stages = plan.tiles.states
     _states_kernel[(plan.batch * plan.segments * plan.heads * plan.blocks,)](
-        *_placed(inner), *_placed(outer), times, plan.plane, entering, states, leaving, through, *plan.walk_sizes,
-        BACKWARD=backward, **plan.tile(plan.tiles.channels), num_warps=warps, num_stages=stages,
+        *_placed(inner), *_placed(outer), times, plan.plane, entering, states, leaving, through,
+        others, passing, *plan.walk_sizes, BACKWARD=backward, **plan.tile(plan.tiles.channels), **plan.tiles.states,
     )  # fmt: skip
 
 
