@@ -100,6 +100,17 @@ def test_text_and_its_shards_give_the_same(model: Path, shards: Path, tmp_path: 
     assert (from_text.bytes, from_text.targets) == (from_shards.bytes, from_shards.targets)
 
 
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_files_of_tokens_and_shards_give_the_same(
+    name: str, model: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / name).write_bytes(b"".join(path.read_bytes() for path in sorted(shards.glob("val-*.bin"))))
+    from_tokens = evaluate(model, [tmp_path / name], device="cpu").results[0]
+    from_shards = evaluate(model, [shards], device="cpu").results[0]
+    assert from_tokens == from_shards
+
+
 def test_gzip_stands_beside_on_the_same_bytes(model: Path, shards: Path) -> None:
     ours, theirs = evaluate(model, [shards], baselines=["gzip"], device="cpu").results
     packed = sum(len(gzip.compress(text.encode(), 9)) for text in texts(shards))

@@ -237,7 +237,7 @@ def train(
 def evaluate(
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
     /,
-    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files and folders of text")],
+    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, files and folders of text, or files of tokens (.bin, .npy)")],
     split: Annotated[Literal["val", "train"], arg(help="of a folder of shards")] = "val",
     window: Annotated[int | None, arg(metavar="INT", help="also with documents cut to this many tokens of context", help_behavior_hint="")] = None,
     baseline: Annotated[tuple[str, ...], arg(metavar="MODEL", help="put beside it, on the same bytes: gzip, a model folder, a Hugging Face name", help_behavior_hint="")] = (),

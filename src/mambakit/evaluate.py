@@ -25,6 +25,7 @@ import torch
 from tokenizers import Tokenizer
 
 from .checkpoint import CheckpointError, load, native
+from .data.foreign import adopt, is_tokens
 from .data.lanes import Range, document_ranges, lanes
 from .data.loader import Batch
 from .data.prepare import prepare
@@ -221,6 +222,8 @@ def _open_text(
     if not data:
         raise UserError("there is nothing to evaluate on; name a folder of shards or of text with --data")
     folder = Path(data[0])
+    if all(is_tokens(Path(path)) for path in data):
+        return _take_over([Path(path) for path in data], tokenizer, stack)
     if not is_shards(folder):
         return _retokenize([str(path) for path in data], tokenizer, stack)
     if len(data) > 1:
@@ -239,6 +242,13 @@ def _retokenize(sources: list[str], tokenizer: Tokenizer, stack: ExitStack) -> T
     tokenizer.save(str(folder / "given.json"))
     prepare(sources, folder / "shards", tokenizer=str(folder / "given.json"), val_fraction=0)
     return TokenStream(folder / "shards", "train")
+
+
+def _take_over(files: list[Path], tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
+    """All of some files of tokens, whatever they are called."""
+    given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-"))) / "given.json"
+    tokenizer.save(str(given))
+    return TokenStream(adopt(files, str(given), split="train"), "train")
 
 
 def _evaluate_ours(name: str, model: MambaLM, text: _Text, dtype: torch.dtype, rows: int, window: int | None) -> Result:

@@ -61,6 +61,7 @@ WRITERS: dict[str, Any] = {
     "packed.bin": _ten_lines,
     "nanogpt.bin": lambda path: _ids().astype("<u2").tofile(path),
     "megatron.bin": _megatron,
+    "packed.npy": lambda path: (_ten_lines(path), np.save(path, np.fromfile(path, "<i4"))),
     "plain.npy": lambda path: np.save(path, _ids().astype(np.uint32)),
 }
 
@@ -79,6 +80,23 @@ def test_documents_are_as_they_were_written(
     assert index.counts["train"].documents == len(DOCUMENTS) and list(verify(folder)) == []
     assert index.counts["train"].targets == len(_ids()) - len(DOCUMENTS)
     assert adopt([tmp_path / name], "bytes") == folder
+
+
+@pytest.mark.parametrize("name", ["packed.bin", "packed.npy"])
+def test_the_packed_layout_is_not_copied(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    WRITERS["nanogpt.bin"](tmp_path / "train_2.bin")
+    folder = adopt([tmp_path / name, tmp_path / "train_2.bin"], "bytes")
+    assert (folder / "train-00000.bin").readlink() == tmp_path / name
+    assert not (folder / "train-00001.bin").is_symlink()
+    assert _texts(folder) == DOCUMENTS * 2
+    with (tmp_path / name).open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\7")
+    assert [problem for problem in verify(folder) if f"{tmp_path / name}) differs from what was written" in problem]
+    (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=f"{name}.* has 0 bytes, but the index says"):
+        TokenStream(folder, "train")
 
 
 def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:

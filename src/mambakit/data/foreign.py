@@ -6,17 +6,19 @@
 | uint16, uint32 | plain ids, as nanoGPT writes them: documents end after the tokenizer's end of text |
 | Megatron | `.bin` with an `.idx` beside it, which says where documents end |
 
-A folder of shards is made of them once, in the cache: they are copied into the packed layout and checked.
-Files called val, valid, validation or test, or so and something more, are the validation split.
+A folder of shards is made of them once, in the cache: files in the packed layout are read through, and stay where they
+are with a link to them; others are copied into that layout. Files called val, valid, validation or test, or so and
+something more, are the validation split.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
-import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,9 +51,12 @@ class TokenFile:
     kind: str  # packed32 or plain
     array: NDArray[Any]
     ends: NDArray[np.int64] | None = None  # where documents end, if the file says so
+    told_split: str | None = None  # where its name does not count
 
     @property
     def split(self) -> str:
+        if self.told_split is not None:
+            return self.told_split
         return "val" if re.match(r"(val|valid|validation|test)([^a-z]|$)", self.path.stem.lower()) else "train"
 
     def packed(self, layout: Layout, end_token: int) -> Iterator[NDArray[Any]]:
@@ -85,15 +90,16 @@ def is_tokens(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
-def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto") -> Path:
-    """The folder of shards for these files, made now unless it was made before and none has changed since."""
+def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
+    """The folder of shards for these files, made now unless it was made before and none has changed since. All are of
+    one `split`, or as their names say."""
     if tokenizer.startswith("train:"):
         raise UserError(
             f"{paths[0]} holds tokens, not text: name the tokenizer they were made with by --data.tokenizer FILE"
         )
     check_spec(tokenizer)
     opened = open_tokenizer(tokenizer)
-    seen = hashlib.sha256(json.dumps([shards.VERSION, opened.to_str(), kind]).encode())
+    seen = hashlib.sha256(json.dumps([shards.VERSION, opened.to_str(), kind, split]).encode())
     for path in paths:
         state = path.stat()
         seen.update(repr((os.path.realpath(path), state.st_size, state.st_mtime_ns)).encode(errors="surrogateescape"))
@@ -101,7 +107,7 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto") -> Path:
     if shards.is_shards(folder):
         say(f"the shards of these tokens are in {folder} already")
         return folder
-    files = [_open(path, kind) for path in sorted(paths)]
+    files = [dataclasses.replace(_open(path, kind), told_split=split) for path in sorted(paths)]
     layout = LAYOUTS["packed32" if vocab_size(opened) <= 2**16 else "wide64"]
     if layout.name == "wide64" and any(file.kind == "packed32" for file in files):
         raise UserError(
@@ -109,7 +115,7 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto") -> Path:
         )
     with new_folder(folder, shards.ShardError) as beside:
         (beside / shards.TOKENIZER).write_bytes(opened.to_str(pretty=True).encode())
-        written, counts = _write(files, layout, end_of(opened), beside)
+        written, counts = _take_over(files, layout, end_of(opened), vocab_size(opened), beside)
         index = Index(
             format="mambakit-shards", version=1, layout=layout.name, tokenizer=tokenizer,
             tokenizer_sha256=checksum(beside / shards.TOKENIZER), vocab_size=vocab_size(opened),
@@ -117,36 +123,69 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto") -> Path:
             sources={str(file.path): {"tokens": {file.split: len(file.array)}} for file in files},
         )  # fmt: skip
         write_json(beside / shards.INDEX, index.model_dump())
-    if problems := list(shards.verify(folder)):
-        shutil.rmtree(folder)
-        raise shards.ShardError(f"{', '.join(str(path) for path in paths)}: {problems[0]}")
     return folder
 
 
-def _write(
-    files: Sequence[TokenFile], layout: Layout, end_token: int, folder: Path
+def _take_over(
+    files: Sequence[TokenFile], layout: Layout, end_token: int, vocabulary: int, folder: Path
 ) -> tuple[dict[str, list[Shard]], dict[str, SplitCounts]]:
-    written: dict[str, list[Shard]] = {}
+    """A shard for each file, and what the splits hold."""
+    written: dict[str, list[Shard]] = {split: [] for split in SPLITS}
     counts: dict[str, SplitCounts] = {}
     with progress("taking over tokens", sum(len(file.array) for file in files), "tokens") as advance:
         for split in SPLITS:
-            with ShardWriter(folder, split, layout, 2**40) as writer:
-                found = {"documents": 0, "tokens": 0, "targets": 0}
-                before = np.empty(0, layout.dtype)
-                for packed in (
-                    part for file in files if file.split == split for part in file.packed(layout, end_token)
-                ):
-                    starts = layout.starts(np.concatenate([before, packed]))[len(before) :]
-                    starts[0] |= not len(before)
-                    found["documents"] += int(starts.sum())
-                    found["tokens"] += len(packed)
-                    found["targets"] += int(layout.is_target(packed).sum())
-                    before = packed[-1:]
-                    writer.write(packed)
-                    advance(len(packed))
-                written[split] = writer.close()
+            found = {"documents": 0, "tokens": 0, "targets": 0}
+            before = np.empty(0, layout.dtype)
+            for file in (file for file in files if file.split == split):
+                with _keeper(file, folder, len(written[split]), layout) as keep:
+                    for packed in file.packed(layout, end_token):
+                        largest = int(layout.tokens(packed).max())
+                        if largest >= vocabulary:
+                            raise shards.ShardError(
+                                f"{file.path}: token {largest} is outside the vocabulary of {vocabulary}"
+                            )
+                        starts = layout.starts(np.concatenate([before, packed]))[len(before) :]
+                        starts[0] |= not len(before)
+                        found["documents"] += int(starts.sum())
+                        found["tokens"] += len(packed)
+                        found["targets"] += int(layout.is_target(packed).sum())
+                        before = packed[-1:]
+                        keep.write(packed)
+                        advance(len(packed))
+                    written[split] += keep.close()
             counts[split] = SplitCounts(**found)
     return written, counts
+
+
+def _keeper(file: TokenFile, folder: Path, number: int, layout: Layout) -> ShardWriter | _Link:
+    if file.kind == "packed32" and file.array.dtype == layout.dtype and hasattr(os, "symlink"):
+        with contextlib.suppress(OSError):  # some systems do not let everybody
+            return _Link(file, folder / shards.shard_name(file.split, number))
+    return ShardWriter(folder, file.split, layout, 2**40, number)
+
+
+class _Link:
+    """A shard that is another file as it stands."""
+
+    def __init__(self, file: TokenFile, link: Path) -> None:
+        link.symlink_to(os.path.realpath(file.path))
+        self._file, self._name = file, link.name
+        self._offset = file.path.stat().st_size - file.array.nbytes
+        with file.path.open("rb") as opened:
+            self._digest = hashlib.sha256(opened.read(self._offset))
+
+    def write(self, packed: NDArray[Any]) -> None:
+        self._digest.update(packed.data)
+
+    def close(self) -> list[Shard]:
+        tokens = len(self._file.array)
+        return [Shard(file=self._name, tokens=tokens, offset=self._offset, sha256=self._digest.hexdigest())]
+
+    def __enter__(self) -> _Link:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """There is nothing to close."""
 
 
 def _open(path: Path, kind: str) -> TokenFile:

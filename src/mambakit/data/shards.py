@@ -94,6 +94,7 @@ class Shard(Settings):
 
     file: str = Field(pattern=r"^[a-z]+-[0-9]{5,}\.bin$")  # a plain name: an index must not lead out of its folder
     tokens: int = Field(ge=1)
+    offset: int = Field(0, ge=0)  # bytes before the first token: a header, in a file that another program wrote
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -127,6 +128,10 @@ class Index(Settings):
         content = [self.layout, self.tokenizer_sha256, [[s.sha256 for s in self.shards[name]] for name in SPLITS]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
+    def bytes_of(self, shard: Shard) -> int:
+        """How long a file is."""
+        return shard.offset + shard.tokens * LAYOUTS[self.layout].dtype.itemsize
+
 
 def is_shards(path: Path) -> bool:
     """Whether a folder says that it holds shards; a folder of text may have an index.json of its own."""
@@ -152,16 +157,20 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
+
+
 class ShardWriter:
     """Writes one split, starting a new file whenever one is full. As a context, it closes its file after an error."""
 
-    def __init__(self, folder: Path, split: str, layout: Layout, shard_tokens: int) -> None:
-        self.folder, self.split, self.layout, self.shard_tokens = folder, split, layout, shard_tokens
+    def __init__(self, folder: Path, split: str, layout: Layout, shard_tokens: int, first: int = 0) -> None:
+        self.folder, self.split, self.layout, self.shard_tokens, self.first = folder, split, layout, shard_tokens, first
         self.shards: list[Shard] = []
         self._begin()
 
     def _begin(self) -> None:
-        self._name = f"{self.split}-{len(self.shards):05d}.bin"
+        self._name = shard_name(self.split, self.first + len(self.shards))
         self._tokens, self._digest = 0, hashlib.sha256()
         self._file = (self.folder / self._name).open("wb")
 
@@ -207,12 +216,9 @@ class TokenStream:
     def _open(self, shard: Shard) -> NDArray[Any]:
         path = self.folder / shard.file
         size = path.stat().st_size if path.is_file() else 0
-        if size != shard.tokens * self.layout.dtype.itemsize:
-            raise ShardError(
-                f"{path} has {size} bytes, but the index says {shard.tokens} tokens of "
-                f"{self.layout.dtype.itemsize} bytes; prepare the data again"
-            )
-        return np.memmap(path, dtype=self.layout.dtype, mode="r")
+        if size != (needed := self.index.bytes_of(shard)):
+            raise ShardError(f"{_name(path)} has {size} bytes, but the index says {needed}; prepare the data again")
+        return np.memmap(path, dtype=self.layout.dtype, mode="r", offset=shard.offset)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -246,10 +252,14 @@ class TokenStream:
                 yield piece, bool(starts[at])
 
 
+def _name(path: Path) -> str:
+    """A file, and where it is if it lies elsewhere."""
+    return f"{path} ({path.readlink()})" if path.is_symlink() else str(path)
+
+
 def verify(folder: Path) -> Iterator[str]:
     """Read everything, and yield what is wrong with it, a line each."""
     index = read_index(folder)
-    layout = LAYOUTS[index.layout]
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         yield f"{tokenizer} is missing"
@@ -261,13 +271,13 @@ def verify(folder: Path) -> Iterator[str]:
             path = folder / shard.file
             if not path.is_file():
                 broken = True
-                yield f"{path} is missing"
-            elif path.stat().st_size != shard.tokens * layout.dtype.itemsize:
+                yield f"{_name(path)} is missing"
+            elif path.stat().st_size != (needed := index.bytes_of(shard)):
                 broken = True
-                yield f"{path} has {path.stat().st_size} bytes; need {shard.tokens * layout.dtype.itemsize}"
+                yield f"{_name(path)} has {path.stat().st_size} bytes; need {needed}"
             elif checksum(path) != shard.sha256:
                 broken = True
-                yield f"{path} differs from what was written: its checksum is not the index's"
+                yield f"{_name(path)} differs from what was written: its checksum is not the index's"
         if not broken:
             yield from _verify_content(TokenStream(folder, split, index))
 
