@@ -354,3 +354,10 @@ def test_another_process_may_be_first(tmp_path: Path, monkeypatch: pytest.Monkey
     others[0].join()
     assert folders == [folder] and list(verify(folder)) == []
     assert os.listdir(folder.parent) == [folder.name]
+
+
+def test_shards_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    prepare([tmp_path / "a.txt"], tmp_path / "shards", tokenizer="bytes")
+    with pytest.raises(UserError, match="shards is a folder of shards already; train on it as it is"):
+        prepare([tmp_path / "shards"], tmp_path / "more", tokenizer="bytes")

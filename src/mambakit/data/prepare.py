@@ -124,17 +124,27 @@ class _Options:
             raise UserError("no source was given; name at least one file or folder of text")
         if workers is not None and workers < 1:
             raise UserError(f"workers={workers}: need at least 1")
+        if already := [source for source in sources if shards.is_shards(Path(source))]:
+            raise UserError(f"{already[0]} is a folder of shards already; train on it as it is")
         _check_apart([os.path.realpath(source) for source in sources if not str(source).startswith("hf:")])
         check_spec(tokenizer)
         check_readers(readers or {})
         return cls(
-            [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or os.cpu_count() or 1,
+            [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or _num_cores(),
             strict, layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}),
             shard_tokens, leave_out,
         )  # fmt: skip
 
     def settings(self, tokenizer: str = "", layout: str = "") -> Settings:
         return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning)
+
+
+def _num_cores() -> int:
+    """Those that this process may use: under a cluster's job, not all of the machine."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # elsewhere than on Linux
+        return os.cpu_count() or 1
 
 
 def _check_apart(places: list[str]) -> None:
