@@ -324,6 +324,8 @@ def test_nothing_is_imported_for_help_that_takes_long() -> None:
         (["generate", "RUN", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0: need a number of at least 0"),
         (["generate", "RUN", "--prompt", "a", "--top-p", "1.5"], "top_p=1.5"),
         (["generate", "RUN", "--prompt", "a", "--stop", ""], "holds an empty string"),
+        (["generate", "RUN"], "there is nothing to go on from; give a text with --prompt"),
+        (["evaluate", "RUN"], "there is nothing to evaluate on; name a folder of shards or of text with --data"),
         (["evaluate", "RUN", "--data", "SHARDS", "--batch-rows", "0"], "batch_rows=0"),
         (["evaluate", "RUN", "--data", "SHARDS", "--max-tokens", "0"], "max_tokens=0"),
         (["train", "--data", "SHARDS", "--out", "FILE"], "FILE"),
@@ -341,6 +343,20 @@ def test_more_mistakes_are_told_in_one_message(
     told = capsys.readouterr()
     assert message in told.err and "Traceback" not in told.err
     assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_a_flag_given_again_adds_to_what_was_given(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.yaml"
+    assert main(["train", "--data", "a", "b", "--train.steps", "1", "--data", "hf:c", "--write-config", str(out)]) == 0
+    from mambakit.config import read_config
+
+    assert read_config(out)["data"]["path"] == ["a", "b", "hf:c"]
+    capsys.readouterr()
+    words = ["--prompt", "the", "--prompt", "a dog", "--max-new-tokens", "1", "--json"]
+    assert main(["generate", str(run), *words]) == 0
+    assert [result["prompt"] for result in json.loads(capsys.readouterr().out)["results"]] == ["the", "a dog"]
 
 
 def test_a_config_may_come_last(shards: Path, tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ def _metavar(annotation: Any) -> str:
     return inner[0] if inner else "VALUE"
 
 
+def _flat(words: Words) -> list[str]:
+    return [word for several in words for word in several]
+
+
 def _settings(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What was typed, as settings."""
     layer: dict[str, Any] = {}
@@ -82,6 +86,8 @@ if TYPE_CHECKING:
     SettingsFlags = Mapping[str, Mapping[str, Any]]
 else:
     SettingsFlags = _flags()
+# Words that may follow one another, and may follow the flag given again.
+Words = tuple[tuple[str, ...], ...]
 Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
 
@@ -173,7 +179,7 @@ def train(
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG.yaml|.json]", help="settings from a file; flags win over it", help_behavior_hint="")] = None,
     /,
     *,
-    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once", help_behavior_hint="")] = (),
+    data: Annotated[Words, UseAppendAction, arg(metavar="PATH", help="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once", help_behavior_hint="")] = (),
     model: Annotated[str | None, arg(metavar="PRESET", help="a model by name, such as tiny, small or mamba2-130m", help_behavior_hint="")] = None,
     recipe: Annotated[str | None, arg(metavar="NAME", help="default, fast, careful, laptop, or paper-130m … paper-1.4b", help_behavior_hint="")] = None,
     out: Annotated[Path | None, arg(metavar="RUN", help="the run folder; runs/DATE_TIME unless set", help_behavior_hint="")] = None,
@@ -199,13 +205,14 @@ def train(
     # A flag that takes several words takes the config too, if that comes last.
     if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
         config, resume = Path(resume[-1]), resume[:-1]
-    if len(data) > 1 and config is None and Path(data[-1]).suffix in (".yaml", ".yml"):
-        config, data = Path(data[-1]), data[:-1]
+    sources = _flat(data)
+    if len(sources) > 1 and config is None and Path(sources[-1]).suffix in (".yaml", ".yml"):
+        config = Path(sources.pop())
     file = read_config(config) if config is not None else {}
     named = {
         "recipe": recipe,
         "model": {"preset": model} if model else None,
-        "data": {"path": list(data)} if data else None,
+        "data": {"path": sources} if sources else None,
     }
     layers: list[Mapping[str, Any]] = [
         file,
@@ -237,10 +244,10 @@ def train(
 def evaluate(
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
     /,
-    data: Annotated[tuple[str, ...], arg(metavar="PATH", help="a folder of shards, files and folders of text, or files of tokens (.bin, .npy)")],
+    data: Annotated[Words, UseAppendAction, arg(metavar="PATH", help="a folder of shards, files and folders of text, or files of tokens (.bin, .npy)", help_behavior_hint="")],
     split: Annotated[Literal["val", "train"], arg(help="of a folder of shards")] = "val",
     window: Annotated[int | None, arg(metavar="INT", help="also with documents cut to this many tokens of context", help_behavior_hint="")] = None,
-    baseline: Annotated[tuple[str, ...], arg(metavar="MODEL", help="put beside it, on the same bytes: gzip, a model folder, a Hugging Face name", help_behavior_hint="")] = (),
+    baseline: Annotated[Words, UseAppendAction, arg(metavar="MODEL", help="put beside it, on the same bytes: gzip, a model folder, a Hugging Face name", help_behavior_hint="")] = (),
     samples: Annotated[int, arg(help="texts to write from the beginnings of documents")] = 0,
     max_tokens: Annotated[int | None, arg(metavar="INT", help="evaluate on about so many tokens, spread over the documents", help_behavior_hint="")] = None,
     batch_rows: Annotated[int, arg(help="documents read side by side")] = 8,
@@ -261,7 +268,7 @@ def evaluate(
     from .evaluate import keep_in_run
 
     found = run(
-        native.find(checkpoint), data, split=split, window=window, baselines=baseline, samples=samples,
+        native.find(checkpoint), _flat(data), split=split, window=window, baselines=_flat(baseline), samples=samples,
         max_tokens=max_tokens, batch_rows=batch_rows, device=device,
     )  # fmt: skip
     if json:
@@ -297,14 +304,14 @@ def _print_evaluation(found: Evaluation) -> None:
 def generate(
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
     /,
-    prompt: Annotated[tuple[str, ...], arg(metavar="TEXT", help="what to go on from; several are done together")],
+    prompt: Annotated[Words, UseAppendAction, arg(metavar="TEXT", help="what to go on from; several are done together", help_behavior_hint="")],
     max_new_tokens: Annotated[int, arg(help="longest continuation")] = 100,
     temperature: Annotated[float, arg(help="0 takes the likeliest token; lower is safer, higher is freer")] = 1.0,
     top_k: Annotated[int | None, arg(metavar="INT", help="choose among the k likeliest tokens", help_behavior_hint="")] = None,
     top_p: Annotated[float | None, arg(metavar="FLOAT", help="choose among the fewest tokens of this probability together", help_behavior_hint="")] = None,
     min_p: Annotated[float | None, arg(metavar="FLOAT", help="leave out tokens of less than this share of the likeliest's probability", help_behavior_hint="")] = None,
     repetition_penalty: Annotated[float, arg(help="above 1 makes tokens that were there rarer")] = 1.0,
-    stop: Annotated[tuple[str, ...], arg(metavar="TEXT", help="end before this text", help_behavior_hint="")] = (),
+    stop: Annotated[Words, UseAppendAction, arg(metavar="TEXT", help="end before this text", help_behavior_hint="")] = (),
     seed: Annotated[int | None, arg(metavar="INT", help="the same seed gives the same text", help_behavior_hint="")] = None,
     stream: Annotated[bool, arg(help="print the text as it comes", help_behavior_hint="")] = False,
     device: Device = "auto",
@@ -320,26 +327,29 @@ def generate(
     from .checkpoint import load, native
     from .device import choose_device
 
-    if stream and (json or len(prompt) > 1):
+    prompts = _flat(prompt)
+    if not prompts:
+        raise ConfigError("there is nothing to go on from; give a text with --prompt")
+    if stream and (json or len(prompts) > 1):
         raise ConfigError("--stream prints one text as it comes; leave out --json, and give one --prompt")
     loaded = load(native.find(checkpoint))
     loaded.model.to(choose_device(device))
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "stop_strings": stop, "seed": seed,
+        "repetition_penalty": repetition_penalty, "stop_strings": _flat(stop), "seed": seed,
     }  # fmt: skip
     if stream:
-        sys.stdout.write(prompt[0])
-        for piece in loaded.stream(prompt[0], **options):
+        sys.stdout.write(prompts[0])
+        for piece in loaded.stream(prompts[0], **options):
             sys.stdout.write(piece)
             sys.stdout.flush()
         _print("")
         return 0
-    texts = loaded.generate(list(prompt), **options)
+    texts = loaded.generate(prompts, **options)
     if json:
-        _print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)]})
+        _print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompts, texts, strict=True)]})
     else:
-        _print("\n\n".join(p + text for p, text in zip(prompt, texts, strict=True)))
+        _print("\n\n".join(p + text for p, text in zip(prompts, texts, strict=True)))
     return 0
 
 

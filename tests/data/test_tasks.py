@@ -272,9 +272,16 @@ def test_a_dataset_and_a_folder_make_one(tmp_path: Path) -> None:
     index = prepare([source, tmp_path / "rows"], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
     assert _split(tmp_path / "shards")[0].decode() == "|".join(["a file", *rows["text"], ""])
     assert index.sources[str(tmp_path / "rows")]["kinds"] == {"dataset": 1}
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(rows)})
+    other = {"text": ["tested"], "number": [1]}
+    splits = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(other)}
+    )
     splits.save_to_disk(tmp_path / "splits")
-    assert [text for _, text in documents([tmp_path / "splits"])] == rows["text"]
+    for name in (str(tmp_path / "splits"), f"hf:{tmp_path / 'splits'}", f"hf:{tmp_path / 'rows'}"):
+        assert [text for _, text in documents([name])] == rows["text"]
+    assert [text for _, text in documents([f"hf:{tmp_path / 'splits'}@test"])] == other["text"]
+    with pytest.raises(UserError, match="has no split val; it has train, test: name one as hf:NAME@SPLIT"):
+        list(documents([f"hf:{tmp_path / 'splits'}@val"]))
     with pytest.raises(UserError, match="hf:/missing/place cannot be opened"):
         prepare(["hf:/missing/place"], tmp_path / "other")
     state = json.loads((tmp_path / "rows" / "state.json").read_text())

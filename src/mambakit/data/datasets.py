@@ -1,4 +1,4 @@
-"""Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT]`, or a folder that `save_to_disk` wrote.
+"""Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT]`, or a folder that `save_to_disk` wrote, with or without `hf:`.
 
 A dataset is read in slices, one after the other and without holding it: runs of rows of a folder, or the files of a
 dataset of the hub, which is streamed. Only rows are taken from it; no code that comes with it runs.
@@ -43,9 +43,13 @@ class Slice:
 
 def is_dataset(source: str) -> bool:
     """Whether a source is a dataset, and no folder of documents."""
-    folder = Path(source)
+    return source.startswith("hf:") or _is_saved(Path(source))
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a folder is of `save_to_disk`: a dataset, or its splits."""
     is_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return source.startswith("hf:") or is_one or (folder / "dataset_dict.json").is_file()
+    return is_one or (folder / "dataset_dict.json").is_file()
 
 
 def slices(source: str) -> list[Slice]:
@@ -99,7 +103,15 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _is_streamed(source: str) -> bool:
-    return source.startswith("hf:")
+    return source.startswith("hf:") and not _is_saved(_folder_and_split(source)[0])
+
+
+def _folder_and_split(source: str) -> tuple[Path, str | None]:
+    """The folder that a source is, if it is one; and the split that is named with it."""
+    if not source.startswith("hf:"):
+        return Path(source), None
+    name, _, split = source.removeprefix("hf:").partition("@")
+    return Path(name), split or None
 
 
 def _open(source: str) -> Any:
@@ -109,9 +121,9 @@ def _open(source: str) -> Any:
         raise UserError(f"reading {source} needs datasets: pip install 'mambakit[datasets]'") from None
     try:
         if not _is_streamed(source):
-            _check_inside(Path(source))
-            found = datasets.load_from_disk(source)
-            return _split(source, found, None)
+            folder, split = _folder_and_split(source)
+            _check_inside(folder)
+            return _split(source, datasets.load_from_disk(str(folder)), split)
         match = FORM.fullmatch(source)
         if match is None:
             raise UserError(f"{source}: need hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG@SPLIT")
@@ -134,6 +146,5 @@ def _split(source: str, found: Any, wanted: str | None) -> Any:
     names = list(found.keys())
     chosen = wanted or (names[0] if len(names) == 1 else "train")
     if chosen not in names:
-        how = "as hf:NAME@SPLIT" if _is_streamed(source) else "by its folder"
-        raise UserError(f"{source} has no split {chosen}; it has {', '.join(names)}: name one {how}")
+        raise UserError(f"{source} has no split {chosen}; it has {', '.join(names)}: name one as hf:NAME@SPLIT")
     return found[chosen]
