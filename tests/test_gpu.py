@@ -150,6 +150,33 @@ def test_captured_passes_are_the_plain_ones(
     assert state_bytes(tmp_path / "True", 12) == state_bytes(tmp_path / "False", 12)
 
 
+def test_a_block_with_dropout_is_the_plain_one(tmp_path: Path) -> None:
+    """Captured or not: what is computed once more has to draw the same numbers."""
+    shards = make_shards(tmp_path)
+    for graph in (False, True):
+        config = settings(shards, train={"recompute": "block", "cuda_graph": graph}, parallel={"device": "cuda"})
+        train(config, out=tmp_path / str(graph))
+    assert state_bytes(tmp_path / "True", 12) == state_bytes(tmp_path / "False", 12)
+
+
+def test_both_graphs_use_the_same_memory() -> None:
+    model = small_model("mamba2", d_model=256, num_layers=8).cuda().train()
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    pass_over = passes.make_pass(model, scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True)
+    assert isinstance(pass_over, GraphedPass)
+    tokens, targets = torch.randint(0, 50, (2, 16, 512), device="cuda")
+    reserved = []
+    for _ in range(2):
+        pass_over(tokens, targets, None, None, torch.ones((), device="cuda"))
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    hidden = pass_over.hidden_bytes
+    assert reserved[1] - reserved[0] < hidden / 4
+    model.zero_grad(set_to_none=True)
+    pass_over.release()
+    assert torch.cuda.memory_reserved() < reserved[0] - hidden / 2
+
+
 def test_captured_passes_tell_the_memory_they_use(tmp_path: Path) -> None:
     peaks = {}
     for graph in (False, True):

@@ -852,6 +852,7 @@ def _measure_steps(
         torch.cuda.reset_peak_memory_stats(plan.device)
     timing = Timing(tuple(run(plan.steps)))
     peak = peak_memory(plan.device, trainee.pass_over.hidden_bytes)
+    plan = dataclasses.replace(plan, graphed=trainee.pass_over.is_captured)
     after = measure_ceilings(plan.device, plan.dtype)
     return TrainingSpeed(
         plan, implementation, timing, first_step_seconds, cold_start_seconds, peak, losses[0], losses[-1], before, after

@@ -223,7 +223,7 @@ def _open_text(
         raise UserError("there is nothing to evaluate on; name a folder of shards or of text with --data")
     folder = Path(data[0])
     if all(is_tokens(Path(path)) for path in data):
-        return _take_over([Path(path) for path in data], tokenizer, stack)
+        return _take_over([Path(path) for path in data], tokenizer, Path(model), stack)
     if not is_shards(folder):
         return _retokenize([str(path) for path in data], tokenizer, stack)
     if len(data) > 1:
@@ -244,10 +244,12 @@ def _retokenize(sources: list[str], tokenizer: Tokenizer, stack: ExitStack) -> T
     return TokenStream(folder / "shards", "train")
 
 
-def _take_over(files: list[Path], tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
+def _take_over(files: list[Path], tokenizer: Tokenizer, model: Path, stack: ExitStack) -> TokenStream:
     """All of some files of tokens, whatever they are called."""
-    given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-"))) / "given.json"
-    tokenizer.save(str(given))
+    given = model / TOKENIZER
+    if not given.is_file():
+        given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-"))) / TOKENIZER
+        tokenizer.save(str(given))
     return TokenStream(adopt(files, str(given), split="train"), "train")
 
 

@@ -92,7 +92,8 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
             held.enter_context(lock(beside / ".lock"))
             yield beside
             for path in sorted(beside.rglob("*")):
-                sync(path)
+                if not path.is_symlink():  # what it leads to is not ours
+                    sync(path)
             sync(beside)
             os.chmod(beside, 0o755)
             if os.name == "nt":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ WRITERS: dict[str, Any] = {
     "nanogpt.bin": lambda path: _ids().astype("<u2").tofile(path),
     "megatron.bin": _megatron,
     "packed.npy": lambda path: (_ten_lines(path), np.save(path, np.fromfile(path, "<i4"))),
+    "wide.bin": lambda path: _ids().astype("<u4").tofile(path),
     "plain.npy": lambda path: np.save(path, _ids().astype(np.uint32)),
 }
 
@@ -94,9 +96,43 @@ def test_the_packed_layout_is_not_copied(name: str, tmp_path: Path) -> None:
         file.seek(-3, 2)
         file.write(b"\7")
     assert [problem for problem in verify(folder) if f"{tmp_path / name}) differs from what was written" in problem]
+    with pytest.raises(UserError, match=f"{name}.* has changed since it was taken over"):
+        TokenStream(folder, "train")
     (tmp_path / name).unlink()
     with pytest.raises(UserError, match=f"{name}.* has 0 bytes, but the index says"):
         TokenStream(folder, "train")
+
+
+def test_a_file_that_was_only_touched_is_the_same(tmp_path: Path) -> None:
+    _ten_lines(tmp_path / "a.bin")
+    folder = adopt([tmp_path / "a.bin"], "bytes")
+    os.utime(tmp_path / "a.bin", ns=(1, 1))
+    assert _texts(folder) == DOCUMENTS
+
+
+def test_what_cannot_be_linked_is_copied_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _ten_lines(tmp_path / "a.bin")
+    before = (tmp_path / "a.bin").read_bytes()
+
+    def refuse(self: Path, target: str) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    folder = adopt([tmp_path / "a.bin"], "bytes")
+    assert _texts(folder) == DOCUMENTS and not (folder / "train-00000.bin").is_symlink()
+    assert (tmp_path / "a.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("form", ["something after it", "the other byte order"])
+def test_arrays_that_are_not_as_shards_are_copied(form: str, tmp_path: Path) -> None:
+    _ten_lines(tmp_path / "a.npy")
+    packed = np.fromfile(tmp_path / "a.npy", "<i4")
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.save(file, packed.astype(">i4") if form == "the other byte order" else packed)
+        if form == "something after it":
+            np.save(file, packed)
+    folder = adopt([tmp_path / "a.npy"], "bytes", "packed32")
+    assert _texts(folder) == DOCUMENTS and list(verify(folder)) == []
 
 
 def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:
@@ -154,3 +190,10 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path, data: bytes, tokenizer
     for _ in range(2):  # and not taken from the cache the second time
         with pytest.raises(UserError, match=message):
             adopt([tmp_path / "a.bin"], tokenizer, kind)
+
+
+def test_arrays_of_other_widths_are_not_packed(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(60, dtype="<i8"))
+    for _ in range(2):
+        with pytest.raises(UserError, match="holds int64; the packed layout has 32 bits a token"):
+            adopt([tmp_path / "a.npy"], "bytes", "packed32")

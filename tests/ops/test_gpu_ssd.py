@@ -320,7 +320,8 @@ GPU_SIZES = [
     (2, 70, {"heads": 8, "head_dim": 20, "groups": 1, "states": 33}),
     (2, 200, {"heads": 2, "head_dim": 64, "groups": 1, "states": 256}),
     (1, 5000, {"heads": 2, "head_dim": 64, "groups": 1, "states": 128}),
-    (8, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),
+    (8, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),  # heads dealt out to several programs
+    (64, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),  # and in pieces
     (1, 130, {"heads": 16, "head_dim": 32, "groups": 8, "states": 64}),
     (1, 131_072, {"heads": 2, "head_dim": 64, "groups": 1, "states": 128}),
 ]
@@ -331,18 +332,33 @@ GPU_SIZES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("batch", "length", "sizes"), GPU_SIZES, ids=str)
 def test_on_a_gpu(batch: int, length: int, sizes: dict[str, int], dtype: torch.dtype, packed: bool) -> None:
-    """In fp32 to 1e-5; narrower with at most twice the error of plain torch, whose products are as narrow."""
     arguments = _narrowed(_case(batch, length, **sizes), dtype)
     if packed:
         arguments["doc_ids"] = random_documents(batch, length)
-    on_gpu = {name: value.cuda() for name, value in arguments.items()}
+    _check_on_a_gpu(arguments, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{"per_channel": True}, {"without": "D dt_bias initial_state"}], ids=str)
+def test_other_arguments_on_a_gpu(options: dict[str, Any], dtype: torch.dtype) -> None:
+    _check_on_a_gpu(_narrowed(_case(2, 300, heads=4, head_dim=64, groups=2, states=128, **options), dtype), dtype)
+
+
+def _check_on_a_gpu(arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """In fp32 to 1e-5; narrower with at most twice the error of plain torch, whose products are as narrow."""
+    on_gpu = {name: value.cuda() if value is not None else None for name, value in arguments.items()}
     actual, again, exact = _by_kernel(on_gpu), _by_kernel(on_gpu), _by_torch(on_gpu)
-    assert all(torch.equal(actual[name], again[name]) for name in actual)
+    for name, value in actual.items():
+        assert value is None or torch.equal(value, again[name])
     if dtype == torch.float32:
         _compare(actual, exact, 1e-5)
         return
     plain = _by_torch(on_gpu, dtype=None, function=_narrow_chunks)
     for name, value in exact.items():
+        if value is None:
+            assert actual[name] is None
+            continue
         # The largest of a few numbers' errors is a matter of luck; all of them together less so.
         order = math.inf if name in ("y", "final_state", "dx", "ddt", "dB", "dC", "dinitial_state") else 2
         mine, theirs = (float(_distance(t[name], value, order)) for t in (actual, plain))

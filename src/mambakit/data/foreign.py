@@ -38,7 +38,7 @@ from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 SUFFIXES = (".bin", ".npy")
 KINDS = ("auto", "packed32", "uint16", "uint32")
 BLOCK = 2**22  # tokens that are looked at in one go
-LOOKED_AT = 2**16  # of a file whose kind is to be found out
+LOOKED_AT, LEAST_LOOKED_AT = 2**16, 64  # of a file whose kind is to be found out
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -65,7 +65,7 @@ class TokenFile:
         for begin in range(0, len(self.array), BLOCK):
             block = np.asarray(self.array[begin : begin + BLOCK])
             if self.kind == "packed32":
-                yield block
+                yield block.astype(layout.dtype, copy=False)
                 continue
             tokens = block.astype(np.int64)
             if tokens.min() < 0 or tokens.max() >= layout.largest_vocabulary:
@@ -107,7 +107,7 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
     if shards.is_shards(folder):
         say(f"the shards of these tokens are in {folder} already")
         return folder
-    files = [dataclasses.replace(_open(path, kind), told_split=split) for path in sorted(paths)]
+    files = [dataclasses.replace(_open(path, kind, vocab_size(opened)), told_split=split) for path in sorted(paths)]
     layout = LAYOUTS["packed32" if vocab_size(opened) <= 2**16 else "wide64"]
     if layout.name == "wide64" and any(file.kind == "packed32" for file in files):
         raise UserError(
@@ -158,28 +158,38 @@ def _take_over(
 
 
 def _keeper(file: TokenFile, folder: Path, number: int, layout: Layout) -> ShardWriter | _Link:
-    if file.kind == "packed32" and file.array.dtype == layout.dtype and hasattr(os, "symlink"):
+    offset = getattr(file.array, "offset", 0)  # past the header of a .npy, which may have more after the array
+    whole = offset + file.array.nbytes == file.path.stat().st_size
+    if file.kind == "packed32" and file.array.dtype == layout.dtype and whole:
+        link = _Link(file, offset)
         with contextlib.suppress(OSError):  # some systems do not let everybody
-            return _Link(file, folder / shards.shard_name(file.split, number))
+            (folder / shards.shard_name(file.split, number)).symlink_to(os.path.realpath(file.path))
+            link.name = shards.shard_name(file.split, number)
+            return link
     return ShardWriter(folder, file.split, layout, 2**40, number)
 
 
 class _Link:
     """A shard that is another file as it stands."""
 
-    def __init__(self, file: TokenFile, link: Path) -> None:
-        link.symlink_to(os.path.realpath(file.path))
-        self._file, self._name = file, link.name
-        self._offset = file.path.stat().st_size - file.array.nbytes
+    name: str
+
+    def __init__(self, file: TokenFile, offset: int) -> None:
+        self._file, self._offset = file, offset
+        self._modified = file.path.stat().st_mtime_ns
         with file.path.open("rb") as opened:
-            self._digest = hashlib.sha256(opened.read(self._offset))
+            self._digest = hashlib.sha256(opened.read(offset))
 
     def write(self, packed: NDArray[Any]) -> None:
         self._digest.update(packed.data)
 
     def close(self) -> list[Shard]:
-        tokens = len(self._file.array)
-        return [Shard(file=self._name, tokens=tokens, offset=self._offset, sha256=self._digest.hexdigest())]
+        return [
+            Shard(
+                file=self.name, tokens=len(self._file.array), offset=self._offset, modified=self._modified,
+                sha256=self._digest.hexdigest(),
+            )
+        ]  # fmt: skip
 
     def __enter__(self) -> _Link:
         return self
@@ -188,7 +198,7 @@ class _Link:
         """There is nothing to close."""
 
 
-def _open(path: Path, kind: str) -> TokenFile:
+def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
     index = path.with_suffix(".idx")
     if path.suffix.lower() == ".npy":
         try:
@@ -197,6 +207,8 @@ def _open(path: Path, kind: str) -> TokenFile:
             raise UserError(f"{path} is no array of numbers: {error}") from None
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise UserError(f"{path} holds {array.dtype} of shape {array.shape}; need a row of whole numbers")
+        if kind == "packed32" and array.dtype.itemsize != 4:
+            raise UserError(f"{path} holds {array.dtype}; the packed layout has 32 bits a token")
         is_packed = kind == "packed32" or (kind == "auto" and array.dtype == np.int32 and _looks_packed(array))
         return TokenFile(path, "packed32" if is_packed else "plain", array)
     if index.is_file() and kind == "auto":
@@ -206,7 +218,7 @@ def _open(path: Path, kind: str) -> TokenFile:
         array = np.memmap(path, dtype="<i4", mode="r")
         if kind == "packed32" or _looks_packed(array):
             return TokenFile(path, "packed32", array)
-    width = 4 if kind == "uint32" else 2
+    width = 4 if kind == "uint32" or (kind == "auto" and _looks_wide(path, vocabulary)) else 2
     if not size or size % width:
         raise UserError(f"{path} has {size} bytes, which are no tokens of {width} bytes each")
     return TokenFile(path, "plain", np.memmap(path, dtype=f"<u{width}", mode="r"))
@@ -219,6 +231,12 @@ def _looks_packed(array: NDArray[Any]) -> bool:
     if len(head) < 2 or (head < 0).any():
         return False
     return bool(layout.starts(head)[1:].mean() < 0.5 and layout.positions(head).any())
+
+
+def _looks_wide(path: Path, vocabulary: int) -> bool:
+    """Whether ids are of four bytes: every other two are then no more than the vocabulary needs, mostly zero."""
+    halves = np.fromfile(path, "<u2", LOOKED_AT)
+    return len(halves) >= LEAST_LOOKED_AT and bool((halves[1::2] <= (vocabulary - 1) >> 16).all())
 
 
 def _megatron(path: Path, index: Path) -> TokenFile:

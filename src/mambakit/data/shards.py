@@ -94,7 +94,10 @@ class Shard(Settings):
 
     file: str = Field(pattern=r"^[a-z]+-[0-9]{5,}\.bin$")  # a plain name: an index must not lead out of its folder
     tokens: int = Field(ge=1)
-    offset: int = Field(0, ge=0)  # bytes before the first token: a header, in a file that another program wrote
+    # Of a file that another program wrote, to which there is a link: bytes before the first token, and when it was
+    # changed last, in nanoseconds.
+    offset: int = Field(0, ge=0)
+    modified: int | None = None
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -172,7 +175,7 @@ class ShardWriter:
     def _begin(self) -> None:
         self._name = shard_name(self.split, self.first + len(self.shards))
         self._tokens, self._digest = 0, hashlib.sha256()
-        self._file = (self.folder / self._name).open("wb")
+        self._file = (self.folder / self._name).open("xb")
 
     def write(self, packed: NDArray[Any]) -> None:
         while len(packed):
@@ -218,6 +221,11 @@ class TokenStream:
         size = path.stat().st_size if path.is_file() else 0
         if size != (needed := self.index.bytes_of(shard)):
             raise ShardError(f"{_name(path)} has {size} bytes, but the index says {needed}; prepare the data again")
+        is_touched = shard.modified is not None and path.stat().st_mtime_ns != shard.modified
+        if is_touched and checksum(path) != shard.sha256:
+            raise ShardError(
+                f"{_name(path)} has changed since it was taken over; put it back, or begin a new run on it"
+            )
         return np.memmap(path, dtype=self.layout.dtype, mode="r", offset=shard.offset)
 
     def __len__(self) -> int:

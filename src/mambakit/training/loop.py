@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,14 @@ from ..model import MambaLM, State
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte, peak_memory
 from .optim import optimizer_tensors
-from .passes import Pass
+from .passes import GraphedPass, Pass
 from .schedule import learning_rate
 from .stopping import Stopper, StopRequested
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -228,9 +230,9 @@ def look(run: Run) -> None:
         record_last_step(run)
     records = []
     if evaluates:
-        records.append(_evaluate(run))
+        records.append(_with_room(run, _evaluate))
     if samples:
-        records += _sample(run)
+        records += _with_room(run, lambda run: list(_sample(run)))
     progress.looked_at = progress.step
     for record in records:
         run.metrics.write(record)
@@ -239,6 +241,17 @@ def look(run: Run) -> None:
             _note_best(run, record["loss"])
         else:
             run.display.sampled(record)
+
+
+def _with_room(run: Run, work: Callable[[Run], Found]) -> Found:
+    """What `work` gives; where the GPU's memory is too small for it beside that of the passes, without theirs."""
+    try:
+        return work(run)
+    except torch.OutOfMemoryError:
+        if not isinstance(run.pass_over, GraphedPass) or not run.pass_over.is_captured:
+            raise
+    run.pass_over.release()
+    return work(run)
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:

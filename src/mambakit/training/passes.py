@@ -28,6 +28,7 @@ class PlainPass:
     device: torch.device
     dtype: torch.dtype
     hidden_bytes: ClassVar[int] = 0
+    is_captured: ClassVar[bool] = False
 
     def __call__(
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None, loss_mask: Tensor | None, num_targets: Tensor,
@@ -51,9 +52,9 @@ class _Captured:
 class GraphedPass:
     """A pass as CUDA graphs: one that leaves gradients, and one that adds to them.
 
-    Inputs whose first is not of `shape` take the plain way, and always do: which way a batch goes must not depend on
-    what came before it, lest a resumed run differ. For the same reason the pass that has to run before anything can be
-    captured counts for nothing.
+    Inputs whose first is not of `shape` take the plain way, and always do: which way a batch goes does not depend on
+    what came before it, so that a resumed run cannot differ. For the same reason the pass that has to run before
+    anything can be captured counts for nothing. What cannot be captured, for want of memory perhaps, goes plainly too.
     """
 
     def __init__(
@@ -63,9 +64,20 @@ class GraphedPass:
         self._captured: dict[bool, _Captured] = {}  # by whether they add
         self._inputs: tuple[Tensor | None, ...] = ()
         self._gradients: list[Tensor | None] = []
-        self._pool: Any = None
+        self._pool: Any = None  # memory of both graphs, which take turns; torch keeps it by stream, so that is one too
+        self._stream: torch.cuda.Stream | None = None
         self._is_refused = False
         self.hidden_bytes = 0  # of memory that replays use, although torch counts it as free
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._captured)
+
+    def release(self) -> None:
+        """Give back the memory of the passes. The next one is captured anew."""
+        self._captured, self._inputs, self._gradients = {}, (), []
+        self._pool, self.hidden_bytes = None, 0
+        torch.cuda.empty_cache()
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         adds = self._parameters[0].grad is not None
@@ -93,7 +105,8 @@ class GraphedPass:
 
     def _capture(self, adds: bool) -> None:
         device = self._parameters[0].device
-        stream = torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
         random = torch.cuda.get_rng_state(device)
         if not adds:
             self._rehearse(stream)
@@ -108,8 +121,10 @@ class GraphedPass:
         except RuntimeError as error:  # memory that is too small among them
             say(f"the passes are not captured as a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
             self._set_gradients(self._gradients if adds else [None] * len(self._parameters))
-            self._captured, self._inputs, self._gradients, self._is_refused = {}, (), [], True
+            self._is_refused = True
+            torch.cuda.set_stream(current)  # it may have stayed the other one
             _renew_generator(random, device)
+            self.release()
             return
         if not adds:
             self._gradients = [parameter.grad for parameter in self._parameters]

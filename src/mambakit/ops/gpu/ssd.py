@@ -71,8 +71,11 @@ LARGEST_EXPONENT = tl.constexpr(126.0)  # of two, in fp32
 
 @functools.cache
 def _has_wide_products(device: torch.device) -> bool:
-    """Whether groups of four warps multiply what lies in shared memory: Hopper, and Blackwell's large GPUs."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Whether groups of four warps multiply what lies in shared memory: Hopper, and Blackwell's large GPUs. AMD's count
+    their generations alike, and do not."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _by(warps: int, stages: int, registers: int | None = None) -> dict[str, int]:
@@ -406,7 +409,8 @@ def _inside_kernel(
 ) -> None:  # fmt: skip
     """What goes from token to token inside a chunk, of some heads of a group, one after the other.
 
-    Writes `dproducts` (B, c, G, parts, Q, Q), these heads' gradient of B_j C_i, and `inside`, see there.
+    Writes `dproducts` (B, c, G, parts, Q, Q), these heads' gradient of B_j C_i, and `inside`, see there. Its parts are
+    not those of the kernels that read them: each takes some, and all are summed in the end.
     """
     plane = plane.to(tl.int64)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
@@ -840,7 +844,7 @@ def backward(
     kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), each in its dtype; None where that is absent. Those of
-    x, B and C, then of one dtype, are written `into` memory where that is given; dB and dC are laid out alike."""
+    x, B and C, then of one dtype, are written `into` memory where that is given."""
     plan = _Plan.of(x, B)
     given = x, dt, A, B, C, D, dt_bias, initial_state
     device = x.device
