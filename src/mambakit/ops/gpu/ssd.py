@@ -868,13 +868,13 @@ def backward(
         kinds = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
         dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
     per_channel = D is not None and D.dim() == 2
-    dD = fp32(plan.batch * plan.chunks, plan.heads, *(plan.head_dim,) * per_channel) if D is not None else None
+    skips = D is not None and not per_channel
+    by_chunk = fp32(3, plan.batch * plan.chunks, plan.heads)  # what each chunk adds to dA, dD and ddt_bias
+    dD = fp32(plan.batch * plan.chunks, plan.heads, plan.head_dim) if per_channel else None  # in place of its row there
     chunk = plan.tiles.chunk
     dproducts = fp32(plan.batch, plan.chunks, plan.groups, plan.parts * plan.pieces, chunk, chunk)
     sums, inside = fp32(2, plan.blocks, plan.plane), fp32(3, plan.plane)
     passing = fp32(plan.batch, plan.chunks, plan.heads, plan.blocks)
-    dA = fp32(plan.batch * plan.chunks, plan.heads)
-    ddt_bias = torch.empty_like(dA) if dt_bias is not None else None
     with torch.cuda.device_of(x):
         times, firsts = _times(plan, dt, A, dt_bias, dt_softplus, dt_limit, doc_ids)
         entering = kept if plan.segments > 1 else _whole(initial_state)
@@ -892,7 +892,7 @@ def backward(
         _inside_kernel[(places, plan.groups * pieces)](
             *_placed(x), *_placed(B), *_placed(C), *_placed(dy), firsts, times, plan.plane, dproducts, inside,
             plan.length, plan.chunks, plan.heads, plan.groups, pieces, plan.piece_heads,
-            **tile, SKIPS=D is not None and not per_channel, PRECISE=plan.tiles.precise, **plan.tiles.inside,
+            **tile, SKIPS=skips, PRECISE=plan.tiles.precise, **plan.tiles.inside,
         )  # fmt: skip
         _sent_kernel[(places, plan.groups * parts)](
             *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts, times, plan.plane, dstates,
@@ -905,7 +905,7 @@ def backward(
         )  # fmt: skip
         _steps_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
             dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, inside, passing,
-            ddt, dA, None if per_channel else dD, ddt_bias,
+            ddt, by_chunk[0], by_chunk[1] if skips else None, by_chunk[2] if dt_bias is not None else None,
             plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
             SOFTPLUS=dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
             PRECISE=plan.tiles.precise,
@@ -913,9 +913,8 @@ def backward(
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
     if into is not None and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
-    summed = (parts.sum(0) if parts is not None else None for parts in (dA, dD, ddt_bias))
-    dA_sum, dD_sum, ddt_bias_sum = summed
-    found = dx, ddt, dA_sum, dB, dC, dD_sum, ddt_bias_sum, dinitial
+    dA, dD_of_heads, ddt_bias = by_chunk.sum(1)
+    found = dx, ddt, dA, dB, dC, dD.sum(0) if dD is not None else dD_of_heads, ddt_bias, dinitial
     return tuple(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
         for grad, argument in zip(found, given, strict=True)
