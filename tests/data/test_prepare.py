@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -213,7 +214,21 @@ def test_what_was_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "texts: 1 files read; passed over: 2 binary, 1 empty" in capsys.readouterr().err
     report = json.loads((tmp_path / "shards" / "prepare.json").read_text())[str(source)]
     assert report["skipped"] == {"binary": 2, "empty": 1} and report["kinds"] == {"text": 1}
-    assert [reason for _, reason in report["passed_over"]] == ["empty", "binary", "binary"]
+    assert report["passed_over"] == [["b", "binary"], ["c", "binary"], ["d", "empty"]]
+
+
+def test_what_was_passed_over_inside_archives_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    with zipfile.ZipFile(tmp_path / "texts" / "a.zip", "w") as archive:
+        for name, data in {"b/c.txt": b"text", "b/d.bin": b"\0\1", "e.pdf": b"no PDF"}.items():
+            archive.writestr(name, data)
+    prepare([tmp_path / "texts"], tmp_path / "shards", tokenizer="bytes")
+    assert "texts: 1 files read; passed over: inside them: 1 binary, 1 broken PDF" in capsys.readouterr().err
+    report = json.loads((tmp_path / "shards" / "prepare.json").read_text())[str(tmp_path / "texts")]
+    assert report["kinds"] == {"archive": 1} and report["skipped"] == {}
+    assert report["passed_over"] == [["a.zip/b/d.bin", "binary"], ["a.zip/e.pdf", "broken PDF"]]
+    with pytest.raises(UserError, match=r"a.zip/b/d.bin cannot be read \(binary\), and --strict was given"):
+        prepare([tmp_path / "texts"], tmp_path / "strict", tokenizer="bytes", strict=True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,16 @@ class Part:
 
 class Unreadable(Exception):  # noqa: N818
     """A file that gives no text, and why: a few words, the same for all such files, such as "encrypted"."""
+
+
+class Note(Protocol):
+    """Hears of what is passed over inside a file: why, and where, if that has a name of its own."""
+
+    def __call__(self, reason: str, place: str = "") -> None: ...
+
+
+def unheard(reason: str, place: str = "") -> None:
+    """A note that nobody takes."""
 
 
 # What an error of the system says of this machine, and not of the file that was read.

@@ -19,19 +19,17 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from ..files import UserError
-from .documents import MACHINE, Part, Unreadable
+from .documents import MACHINE, Note, Part, Unreadable, unheard
 
 SECONDS = 50  # for a file
 MEMORY = 2**30  # bytes of address space beyond what the process begins with
 LARGEST_TEXT = 2**30  # bytes of text from a file
 HEADER = struct.Struct("<IB")  # bytes of a part's text; 1 if it is learned, 2 if its document ends
-
-Note = Callable[[str], None]
 
 
 class Child:
@@ -83,7 +81,7 @@ _all: set[Child] = set()
 _stops = 0  # how often all children were ended
 
 
-def read(path: Path, function: str, text_column: str | None, note: Note = lambda _: None) -> Iterator[Part]:
+def read(path: Path, function: str, text_column: str | None, note: Note = unheard) -> Iterator[Part]:
     """The parts of a file, by a reader such as "pdf.read". All of it is read by the time this returns, elsewhere."""
     if os.name == "nt":  # which has no select for pipes, nor limits
         from .reading import call

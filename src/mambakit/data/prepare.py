@@ -351,14 +351,15 @@ def _sample(work: Sequence[Task], settings: Settings) -> Iterator[str]:
 def _check_merged(sources: Sequence[Source], merged: dict[str, Merged], options: _Options) -> None:
     for source in sources:
         found = merged.setdefault(source.name, Merged())
-        if options.strict and found.skipped:  # by tasks that were done before without it
-            name, reason = found.skipped[0]
+        if options.strict and (found.skipped or found.inside):  # by tasks that were done before without it
+            name, reason = (found.skipped + found.inside)[0]
             raise UserError(f"{name} cannot be read ({reason}), and --strict was given")
         listed = _listed(_reasons(source, found))
         if not any(found.counts[split]["documents"] for split in SPLITS):
             raise UserError(f"{source.name} holds no text: {f'it has {listed}' if listed else 'it is empty'}")
-        if listed:
-            say(f"{source.name}: {sum(found.kinds.values())} files read; passed over: {listed}")
+        if listed or found.notes:
+            inside = f"{'; ' if listed else ''}inside them: {_listed(found.notes)}" if found.notes else ""
+            say(f"{source.name}: {sum(found.kinds.values())} files read; passed over: {listed}{inside}")
     if options.val_fraction and not any(found.counts["val"]["documents"] for found in merged.values()):
         say("nothing is held out for validation: the documents are too few")
 
@@ -377,7 +378,8 @@ def _total(merged: dict[str, Merged], split: str) -> SplitCounts:
 
 def _summary(source: Source, found: Merged, options: _Options) -> dict[str, Any]:
     by_block = any(source.by_block(file, options.reading, options.val_fraction) for file in source.files)
-    passed_over = [[str(skipped.path), skipped.reason] for skipped in source.skipped] + found.skipped
+    passed_over = [[_within(skipped.path, source.name), skipped.reason] for skipped in source.skipped]
+    passed_over += found.skipped + found.inside
     return {
         "files": sum(found.kinds.values()),
         "bytes": source.num_bytes,
@@ -389,6 +391,11 @@ def _summary(source: Source, found: Merged, options: _Options) -> dict[str, Any]
         "tokens": {split: found.counts[split]["tokens"] for split in SPLITS},
         "passed_over": sorted(passed_over),
     }
+
+
+def _within(path: Path, source: str) -> str:
+    """A file's name in its source."""
+    return path.relative_to(source).as_posix() if path != Path(source) else path.name
 
 
 def documents(

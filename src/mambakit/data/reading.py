@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from ..files import UserError
 from . import datasets, isolated
-from .documents import Part, Unreadable, unreadable
+from .documents import Note, Part, Unreadable, unheard, unreadable
 from .readers import names, packed, records, text
 from .sources import SourceFile
 
@@ -78,6 +78,8 @@ class Reading:
         suffix = PurePosixPath(name).suffix.lower()
         if suffix in self.own:
             return suffix
+        if packed.is_archive(name):
+            return "archive"
         inner = packed.inner_name(name)
         found = FORMATS.get(PurePosixPath(inner).suffix.lower())
         return found.kind if found else names.kind_of(inner)
@@ -94,7 +96,7 @@ class Reading:
         return found is not None and found.has_records
 
     def parts_of_all(
-        self, files: Iterable[Unit], workers: int, note: Callable[[str], None] = lambda _: None
+        self, files: Iterable[Unit], workers: int, note: Note = unheard
     ) -> Iterator[tuple[Unit, Iterator[Part]]]:
         """The parts of each file in order; those that other processes read are read ahead, several at a time."""
         waiting: deque[tuple[Unit, Future[Iterator[Part]] | None]] = deque()
@@ -115,7 +117,7 @@ class Reading:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _next(
-        self, waiting: deque[tuple[Unit, Future[Iterator[Part]] | None]], note: Callable[[str], None]
+        self, waiting: deque[tuple[Unit, Future[Iterator[Part]] | None]], note: Note
     ) -> tuple[Unit, Iterator[Part]]:
         file, ahead = waiting.popleft()
         return file, self._ahead(file, ahead.result()) if ahead else self.parts(file, note)
@@ -132,7 +134,7 @@ class Reading:
         chosen = FORMATS.get(suffix) if isinstance(file, SourceFile) else None
         return chosen.function if chosen and chosen.is_isolated and suffix not in self.own else None
 
-    def parts(self, file: Unit, note: Callable[[str], None] = lambda _: None) -> Iterator[Part]:
+    def parts(self, file: Unit, note: Note = unheard) -> Iterator[Part]:
         """The parts of all documents of a file. `note` hears of what is passed over inside it."""
         if isinstance(file, datasets.Slice):
             yield from records.rows(datasets.rows(file), self.text_column, note)
@@ -152,7 +154,7 @@ class Reading:
         except OSError as error:
             raise unreadable(error) from None
 
-    def _read(self, stream: BinaryIO, path: Path, name: str, note: Callable[[str], None]) -> Iterator[Part]:
+    def _read(self, stream: BinaryIO, path: Path, name: str, note: Note) -> Iterator[Part]:
         chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
         if chosen is None:
             head = stream.read(16)
@@ -182,11 +184,12 @@ class Reading:
             stream.seek(0)
             yield from text.read(stream)
 
-    def _unpacked(self, stream: BinaryIO, name: str, note: Callable[[str], None]) -> Iterator[Part]:
+    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Iterator[Part]:
         found = False
         for inner, content in packed.unpack(stream, name):
+            place = f"{name}/{inner}"
             if isinstance(content, str):
-                note(content)
+                note(content, place)
                 continue
             with content:
                 try:
@@ -196,11 +199,11 @@ class Reading:
                 except Unreadable as reason:
                     if not packed.is_archive(name):
                         raise
-                    note(str(reason))
+                    note(str(reason), place)
         if not found:
             raise Unreadable("holds no text")
 
-    def _inner(self, stream: BinaryIO, name: str, note: Callable[[str], None]) -> Iterator[Part]:
+    def _inner(self, stream: BinaryIO, name: str, note: Note) -> Iterator[Part]:
         chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
         if chosen is None or not chosen.is_isolated:
             yield from self._read(stream, Path(name), name, note)
@@ -213,9 +216,7 @@ class Reading:
             yield from self._or_as_it_stands(found, stream, chosen)
 
 
-def call(
-    function: str, stream: BinaryIO, text_column: str | None, note: Callable[[str], None] = lambda _: None
-) -> Iterator[Part]:
+def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = unheard) -> Iterator[Part]:
     """Read with a function of data/readers, such as "pdf.read"."""
     module, name = function.split(".")
     reader = getattr(importlib.import_module(f".readers.{module}", __package__), name)

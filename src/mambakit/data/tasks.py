@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from ..files import UserError, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
-from .documents import Part, Unreadable
+from .documents import Note, Part, Unreadable, unheard
 from .holding_out import FEW, Piece, documents_of, draws, limit_of, pieces
 from .readers.packed import is_packed
 from .reading import Reading, Unit, named
@@ -35,6 +35,7 @@ from .tokenize import Encoder, encode_all, end_of
 
 TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
+MOST_LISTED = 1000  # of what is passed over inside the files of a task; all of it is counted
 USUAL_RATIO = 4  # of text to what it is compressed to, for bars of progress
 REPORT = "task.json"
 SMALL_BYTES = 2**24  # a source up to here is read once more, to hold out something of it for certain
@@ -121,7 +122,7 @@ class Task:
         return seen.hexdigest()[:32]
 
     def pieces(
-        self, settings: Settings, skip: Callable[[Unit, str], None], note: Callable[[str], None] = lambda _: None,
+        self, settings: Settings, skip: Callable[[Unit, str], None], note: Note = unheard,
         advance: Callable[[int], None] = lambda _: None, workers: int = 1,
     ) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
         """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside, and
@@ -154,7 +155,7 @@ class Task:
         """Of all its documents; zeros of those that are left out anyway."""
         found = []
         for file, parts in settings.reading.parts_of_all(self.files, workers):
-            for document in documents_of(_heard(parts, file, lambda *_: None, lambda _: None)):
+            for document in documents_of(_heard(parts, file, lambda *_: None, unheard)):
                 reason, judged = settings.cleaning.judge(document)
                 found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
             advance(file.size)
@@ -164,9 +165,7 @@ class Task:
         )
 
 
-def _heard(
-    parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None], note: Callable[[str], None]
-) -> Iterator[Part]:
+def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None], note: Note) -> Iterator[Part]:
     found = False
     try:
         for part in parts:
@@ -176,7 +175,7 @@ def _heard(
             skip(file, "empty")
     except Unreadable as reason:
         if found:
-            note(f"read in part: {reason}")
+            note(f"read in part: {reason}", file.name)
         else:
             skip(file, str(reason))
 
@@ -206,6 +205,7 @@ def run(
     """Write a task's tokens and counts to `folder`, which appears only when it is whole."""
     layout = LAYOUTS[settings.layout]
     skipped: list[list[str]] = []
+    inside: list[list[str]] = []
     notes: Counter[str] = Counter()
     kinds: Counter[str] = Counter(settings.reading.kind_of(file) for file in task.files)
 
@@ -215,15 +215,23 @@ def run(
         skipped.append([file.name, reason])
         kinds[settings.reading.kind_of(file)] -= 1
 
+    def note(reason: str, place: str = "") -> None:
+        if strict and place:
+            raise UserError(f"{task.source.name}: {place} cannot be read ({reason}), and --strict was given")
+        notes.update([reason])
+        if place and len(inside) < MOST_LISTED:
+            inside.append([place, reason])
+
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        found = task.pieces(settings, skip, lambda reason: notes.update([reason]), advance, workers)
+        found = task.pieces(settings, skip, note, advance, workers)
         counts = _write(found, tokenizer, layout, beside, workers)
         write_json(
             beside / REPORT,
             {
                 "counts": {split: count.model_dump() for split, count in counts.items()},
                 "skipped": skipped,
+                "inside": inside,
                 "notes": dict(sorted(notes.items())),
                 "kinds": dict(sorted((kind, count) for kind, count in kinds.items() if count)),
             },
@@ -288,6 +296,7 @@ class Merged:
     kinds: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     skipped: list[list[str]] = field(default_factory=list)
+    inside: list[list[str]] = field(default_factory=list)  # of archives, and of files that are broken further on
 
 
 def merge(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Merged]:
@@ -302,6 +311,7 @@ def merge(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, Sha
         merged.kinds.update(report["kinds"])
         merged.notes.update(report["notes"])
         merged.skipped += report["skipped"]
+        merged.inside += report["inside"]
     return sources
 
 
