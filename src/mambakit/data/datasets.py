@@ -40,6 +40,11 @@ class Slice:
     def path(self) -> Path:
         return Path(self.spec)
 
+    @property
+    def is_guessed(self) -> bool:
+        """Whether its size is."""
+        return _is_streamed(self.spec)
+
 
 def is_dataset(source: str) -> bool:
     """Whether a source is a dataset, and no folder of documents."""

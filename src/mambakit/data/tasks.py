@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from ..files import UserError, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
+from .datasets import Slice
 from .documents import Note, Part, Unreadable, unheard
 from .holding_out import FEW, Piece, documents_of, draws, limit_of, pieces
 from .readers.packed import is_packed
@@ -149,7 +150,8 @@ class Task:
                 read = min(left, len(data) // (USUAL_RATIO if is_packed(file.name) else 1))
                 left -= read
                 advance(read)
-            advance(left)
+            if not (isinstance(file, Slice) and file.is_guessed):
+                advance(left)
 
     def fingerprints(self, settings: Settings, workers: int, advance: Callable[[int], None]) -> Prints:
         """Of all its documents; zeros of those that are left out anyway."""
