@@ -395,6 +395,22 @@ def _carry_kernel(
         at = following
 
 
+@triton.jit
+def _place(num_chunks: tl.tensor, num_parts: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The row, the chunk, the group and the part of its heads that a program of (B c, G parts) has."""
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    return row, tl.program_id(0) % num_chunks, tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+
+
+@triton.jit
+def _dealt(
+    group: tl.tensor, part: tl.tensor, part_heads: tl.tensor, group_heads: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the heads of a part begin and end; the last parts may have none."""
+    begin = group * group_heads + part * part_heads
+    return begin, tl.minimum(begin + part_heads, (group + 1) * group_heads)
+
+
 @triton.jit(do_not_specialize=SIZES_OF_A_BATCH)
 def _inside_kernel(
     x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
@@ -413,9 +429,7 @@ def _inside_kernel(
     not those of the kernels that read them: each takes some, and all are summed in the end.
     """
     plane = plane.to(tl.int64)
-    row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    chunk = tl.program_id(0) % num_chunks
-    group, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    row, chunk, group, part = _place(num_chunks, num_parts)
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
@@ -424,9 +438,7 @@ def _inside_kernel(
     together = _together(firsts, row * (num_chunks * Q) + first, q)  # (j, i)
     product = tl.where(together, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"), 0.0)
     dproduct = tl.zeros([Q, Q], tl.float32)  # of nothing where not together
-    group_heads = num_heads // num_groups
-    begin = group * group_heads + part * part_heads
-    end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
+    begin, end = _dealt(group, part, part_heads, num_heads // num_groups)
     for turn in range(end - begin):
         head = (begin + turn).to(tl.int64)
         time = times + (row * num_heads + head) * (num_chunks * Q) + first
@@ -502,9 +514,7 @@ def _sent_kernel(
     """
     plane = plane.to(tl.int64)
     BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
-    row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    chunk = tl.program_id(0) % num_chunks
-    group, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    row, chunk, group, part = _place(num_chunks, num_parts)
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
@@ -518,9 +528,7 @@ def _sent_kernel(
     x += row * x_row + first * x_time
     dy += row * dy_row + first * dy_time
     dx += row * dx_row + first * dx_time
-    group_heads = num_heads // num_groups
-    begin = group * group_heads + part * part_heads
-    end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
+    begin, end = _dealt(group, part, part_heads, num_heads // num_groups)
     for turn in range((end - begin) * BLOCKS):
         head = (begin + turn // BLOCKS).to(tl.int64)
         block = turn % BLOCKS
@@ -573,9 +581,7 @@ def _heard_kernel(
     """
     plane = plane.to(tl.int64)
     BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
-    row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    chunk = tl.program_id(0) % num_chunks
-    group, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    row, chunk, group, part = _place(num_chunks, num_parts)
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
@@ -585,9 +591,7 @@ def _heard_kernel(
     dproduct = _summed(dproducts, at, num_tiles, q[None, :], q[:, None])  # (i, j)
     gradient = tl.dot(dproduct.to(Bs.dtype), Bs, input_precision="ieee")  # (i, N)
     dy += row * dy_row + first * dy_time
-    group_heads = num_heads // num_groups
-    begin = group * group_heads + part * part_heads
-    end = tl.minimum(begin + part_heads, (group + 1) * group_heads)
+    begin, end = _dealt(group, part, part_heads, num_heads // num_groups)
     for turn in range((end - begin) * BLOCKS):
         head = (begin + turn // BLOCKS).to(tl.int64)
         block = turn % BLOCKS
