@@ -197,3 +197,18 @@ def test_arrays_of_other_widths_are_not_packed(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(UserError, match="holds int64; the packed layout has 32 bits a token"):
             adopt([tmp_path / "a.npy"], "bytes", "packed32")
+
+
+def test_an_archive_of_arrays_is_no_array(tmp_path: Path) -> None:
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.savez(file, np.arange(5))
+    with pytest.raises(UserError, match="a.npy is no array of numbers"):
+        adopt([tmp_path / "a.npy"], "bytes")
+
+
+@pytest.mark.parametrize("data", [b"", b"\1", b"\1\0"])
+def test_tokens_that_megatrons_index_does_not_speak_of(data: bytes, tmp_path: Path) -> None:
+    _megatron(tmp_path / "a.bin")
+    (tmp_path / "a.bin").write_bytes(data)
+    with pytest.raises(UserError, match=f"speaks of {len(_ids())} tokens, but .*a.bin has {len(data)} bytes"):
+        adopt([tmp_path / "a.bin"], "bytes")

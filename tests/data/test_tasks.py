@@ -20,6 +20,7 @@ import pytest
 from mambakit.cli import main
 from mambakit.data import tasks
 from mambakit.data.cluster import slurm_script
+from mambakit.data.datasets import absolute
 from mambakit.data.prepare import documents, prepare, prepare_part
 from mambakit.data.shards import LAYOUTS, ShardError, TokenStream
 from mambakit.files import UserError
@@ -263,7 +264,7 @@ def test_tables_and_settings_without_text_are_read_as_they_stand(tmp_path: Path)
     assert _split(tmp_path / "shards")[0].decode() == "|".join([*files.values(), ""])
 
 
-def test_a_dataset_and_a_folder_make_one(tmp_path: Path) -> None:
+def test_a_dataset_and_a_folder_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     rows = {"text": [f"row {i}" for i in range(50)], "number": list(range(50))}
@@ -280,6 +281,9 @@ def test_a_dataset_and_a_folder_make_one(tmp_path: Path) -> None:
     for name in (str(tmp_path / "splits"), f"hf:{tmp_path / 'splits'}", f"hf:{tmp_path / 'rows'}"):
         assert [text for _, text in documents([name])] == rows["text"]
     assert [text for _, text in documents([f"hf:{tmp_path / 'splits'}@test"])] == other["text"]
+    monkeypatch.chdir(tmp_path)
+    assert absolute("hf:splits@test") == f"hf:{tmp_path / 'splits'}@test" and absolute("rows") == str(tmp_path / "rows")
+    assert absolute("hf:user/name") == "hf:user/name"
     with pytest.raises(UserError, match="has no split val; it has train, test: name one as hf:NAME@SPLIT"):
         list(documents([f"hf:{tmp_path / 'splits'}@val"]))
     with pytest.raises(UserError, match="hf:/missing/place cannot be opened"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..files import UserError
 from ..progress import say
+from .datasets import absolute
 from .prepare import prepare_part
 
 
@@ -22,10 +23,9 @@ def slurm_script(sources: Sequence[str], out: Path, flags: Sequence[str], parts:
     """A script that submits the parts as an array of jobs, and after them the job that puts them together."""
     if parts < 1:
         raise UserError(f"--sbatch {parts}: need a number of parts of at least 1")
-    named = [source if source.startswith("hf:") else os.path.abspath(source) for source in sources]
     script = Path(sys.executable).with_name("mambakit")  # -m would look for modules where the job is submitted
     program = [str(script)] if script.is_file() else [sys.executable, "-m", "mambakit"]
-    command = shlex.join([*program, "prepare", *named, "--out", os.path.abspath(out), *flags])
+    command = shlex.join([*program, "prepare", *map(absolute, sources), "--out", os.path.abspath(out), *flags])
     part = f"{command} --task $SLURM_ARRAY_TASK_ID/{parts}"
     return f"""#!/bin/bash
 # Submits {parts} parts of the work, and after them what puts them together. Options for sbatch, such as a partition,
@@ -49,7 +49,7 @@ def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, A
         raise UserError(f"--ray {address}: {str(error).splitlines()[0]}") from None
     try:
         count = parts or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        named = [source if source.startswith("hf:") else os.path.abspath(source) for source in sources]
+        named = [absolute(source) for source in sources]
         say(f"{count} parts on {len(ray.nodes())} machines")
         part = ray.remote(num_cpus=1, max_retries=8)(prepare_part)
         ray.get([part.remote(number, count, named, os.path.abspath(out), **options) for number in range(count)])

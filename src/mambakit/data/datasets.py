@@ -111,6 +111,14 @@ def _is_streamed(source: str) -> bool:
     return source.startswith("hf:") and not _is_saved(_folder_and_split(source)[0])
 
 
+def absolute(source: str) -> str:
+    """A source by a name that is the same from wherever it is read."""
+    folder, split = _folder_and_split(source)
+    if not source.startswith("hf:"):
+        return os.path.abspath(source)
+    return source if _is_streamed(source) else f"hf:{os.path.abspath(folder)}" + (f"@{split}" if split else "")
+
+
 def _folder_and_split(source: str) -> tuple[Path, str | None]:
     """The folder that a source is, if it is one; and the split that is named with it."""
     if not source.startswith("hf:"):

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import UserError, checksum, new_folder, write_json
+from ..files import UserError, new_folder
 from ..progress import progress, say
 from . import shards
-from .prepare import cache_folder
-from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
+from .prepare import cache_folder, write_index
+from .shards import LAYOUTS, SPLITS, Layout, Shard, ShardWriter, SplitCounts
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
 SUFFIXES = (".bin", ".npy")
@@ -114,15 +114,9 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
             f"the tokenizer has {vocab_size(opened)} ids, more than the packed layout holds: it is not theirs"
         )
     with new_folder(folder, shards.ShardError) as beside:
-        (beside / shards.TOKENIZER).write_bytes(opened.to_str(pretty=True).encode())
         written, counts = _take_over(files, layout, end_of(opened), vocab_size(opened), beside)
-        index = Index(
-            format="mambakit-shards", version=1, layout=layout.name, tokenizer=tokenizer,
-            tokenizer_sha256=checksum(beside / shards.TOKENIZER), vocab_size=vocab_size(opened),
-            end_token=end_of(opened), counts=counts, shards=written,
-            sources={str(file.path): {"tokens": {file.split: len(file.array)}} for file in files},
-        )  # fmt: skip
-        write_json(beside / shards.INDEX, index.model_dump())
+        sources = {str(file.path): {"tokens": {file.split: len(file.array)}} for file in files}
+        write_index(beside, layout, tokenizer, opened, written, counts, sources)
     return folder
 
 
@@ -202,7 +196,7 @@ def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
     index = path.with_suffix(".idx")
     if path.suffix.lower() == ".npy":
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = np.lib.format.open_memmap(path, mode="r")
         except (ValueError, OSError, EOFError) as error:
             raise UserError(f"{path} is no array of numbers: {error}") from None
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
@@ -248,8 +242,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     if version != 1 or code not in MEGATRON_DTYPES or len(data) < 34 + 12 * count:
         raise UserError(f"{index} has version {version} and dtype {code}, which are not known here")
     lengths = np.frombuffer(data, "<i4", count, 34).astype(np.int64)
-    array = np.memmap(path, dtype=MEGATRON_DTYPES[code], mode="r")
-    ends = np.cumsum(lengths)
-    if (lengths < 0).any() or (count and ends[-1] != len(array)):
-        raise UserError(f"{index} speaks of {int(ends[-1])} tokens, but {path} has {len(array)}")
-    return TokenFile(path, "plain", array, ends)
+    ends, size = np.cumsum(lengths), np.dtype(MEGATRON_DTYPES[code]).itemsize
+    if not count or (lengths < 0).any() or ends[-1] * size != path.stat().st_size or not ends[-1]:
+        raise UserError(f"{index} speaks of {int(lengths.sum())} tokens, but {path} has {path.stat().st_size} bytes")
+    return TokenFile(path, "plain", np.memmap(path, dtype=MEGATRON_DTYPES[code], mode="r"), ends)

@@ -31,7 +31,7 @@ from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter
 from .documents import Part, Unreadable
 from .reading import Own, Reading, check_readers
-from .shards import LAYOUTS, SPLITS, Index, ShardWriter, SplitCounts
+from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
 from .sources import Skipped, list_files
 from .tasks import Merged, Settings, Source, Task
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
@@ -195,7 +195,6 @@ def _plan(options: _Options, work: Path) -> _Plan:
 def _put_together(options: _Options, plan: _Plan, beside: Path) -> Index:
     """The folder of shards, of tasks that are all done."""
     layout = LAYOUTS[plan.settings.layout]
-    (beside / shards.TOKENIZER).write_bytes(plan.tokenizer.to_str(pretty=True).encode())
     with contextlib.ExitStack() as stack:
         writers = {
             split: stack.enter_context(ShardWriter(beside, split, layout, options.shard_tokens)) for split in SPLITS
@@ -204,20 +203,26 @@ def _put_together(options: _Options, plan: _Plan, beside: Path) -> Index:
         written = {split: writer.close() for split, writer in writers.items()}
     _check_merged(plan.sources, merged, options)
     report = {source.name: _summary(source, merged[source.name], options) for source in plan.sources}
-    index = Index(
-        format="mambakit-shards",
-        version=1,
-        layout=layout.name,
-        tokenizer=options.tokenizer,
-        tokenizer_sha256=checksum(beside / shards.TOKENIZER),
-        vocab_size=vocab_size(plan.tokenizer),
-        end_token=end_of(plan.tokenizer),
-        counts={split: _total(merged, split) for split in SPLITS},
-        shards=written,
-        sources={name: {k: v for k, v in summary.items() if k != "passed_over"} for name, summary in report.items()},
-    )
     write_json(beside / REPORT, report)
-    write_json(beside / shards.INDEX, index.model_dump())
+    return write_index(
+        beside, layout, options.tokenizer, plan.tokenizer, written,
+        counts={split: _total(merged, split) for split in SPLITS},
+        sources={name: {k: v for k, v in summary.items() if k != "passed_over"} for name, summary in report.items()},
+    )  # fmt: skip
+
+
+def write_index(
+    folder: Path, layout: Layout, named: str, tokenizer: Tokenizer, written: dict[str, list[Shard]],
+    counts: dict[str, SplitCounts], sources: dict[str, Any],
+) -> Index:  # fmt: skip
+    """Complete a folder whose shards are written: the tokenizer, which was named so, and the index."""
+    (folder / shards.TOKENIZER).write_bytes(tokenizer.to_str(pretty=True).encode())
+    index = Index(
+        format="mambakit-shards", version=1, layout=layout.name, tokenizer=named,
+        tokenizer_sha256=checksum(folder / shards.TOKENIZER), vocab_size=vocab_size(tokenizer),
+        end_token=end_of(tokenizer), counts=counts, shards=written, sources=sources,
+    )  # fmt: skip
+    write_json(folder / shards.INDEX, index.model_dump())
     return index
 
 

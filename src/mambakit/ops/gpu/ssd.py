@@ -213,6 +213,17 @@ def _tile(
 
 
 @triton.jit
+def _of_chunk(
+    tensor: tl.tensor, row_stride: tl.tensor, time_stride: tl.tensor, group_stride: tl.tensor, row: tl.tensor,
+    group: tl.tensor, first: tl.tensor, q: tl.tensor, left: tl.tensor, n: tl.tensor, NUM_STATES: tl.constexpr,
+    N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(Q, N) of B or C: one chunk and group."""
+    tensor += row * row_stride + group.to(tl.int64) * group_stride + first * time_stride
+    return _tile(tensor, time_stride, q, left, n, NUM_STATES, N)
+
+
+@triton.jit
 def _state(n: tl.tensor, p: tl.tensor, NUM_STATES: tl.constexpr, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Where the elements of a tile (N, P) lie in a state (P, N), and which of them are there."""
     return p[None, :] * NUM_STATES + n[:, None], (n < NUM_STATES)[:, None] & (p < HEAD_DIM)[None, :]
@@ -433,8 +444,8 @@ def _inside_kernel(
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
-    Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, q, left, n, NUM_STATES, N)
+    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, q, left, n, NUM_STATES, N)
     together = _together(firsts, row * (num_chunks * Q) + first, q)  # (j, i)
     product = tl.where(together, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"), 0.0)
     dproduct = tl.zeros([Q, Q], tl.float32)  # of nothing where not together
@@ -518,8 +529,8 @@ def _sent_kernel(
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
-    Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, q, left, n, NUM_STATES, N)
+    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, q, left, n, NUM_STATES, N)
     at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * num_tiles
     dproduct = _summed(dproducts, at, num_tiles, q[:, None], q[None, :])
     gradient = tl.dot(dproduct.to(Cs.dtype), Cs, input_precision="ieee")  # (j, N)
@@ -585,8 +596,8 @@ def _heard_kernel(
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _tile(B + row * B_row + group.to(tl.int64) * B_group + first * B_time, B_time, q, left, n, NUM_STATES, N)
-    Cs = _tile(C + row * C_row + group.to(tl.int64) * C_group + first * C_time, C_time, q, left, n, NUM_STATES, N)
+    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, q, left, n, NUM_STATES, N)
+    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, q, left, n, NUM_STATES, N)
     at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * num_tiles
     dproduct = _summed(dproducts, at, num_tiles, q[None, :], q[:, None])  # (i, j)
     gradient = tl.dot(dproduct.to(Bs.dtype), Bs, input_precision="ieee")  # (i, N)
