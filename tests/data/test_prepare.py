@@ -227,7 +227,7 @@ def test_what_was_passed_over_inside_archives_is_said(tmp_path: Path, capsys: py
     report = json.loads((tmp_path / "shards" / "prepare.json").read_text())[str(tmp_path / "texts")]
     assert report["kinds"] == {"archive": 1} and report["skipped"] == {}
     assert report["passed_over"] == [["a.zip/b/d.bin", "binary"], ["a.zip/e.pdf", "broken PDF"]]
-    with pytest.raises(UserError, match=r"a.zip/b/d.bin cannot be read \(binary\), and --strict was given"):
+    with pytest.raises(UserError, match=r"texts: a.zip/b/d.bin cannot be read \(binary\), and --strict was given"):
         prepare([tmp_path / "texts"], tmp_path / "strict", tokenizer="bytes", strict=True)
 
 
