@@ -16,11 +16,11 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 from ...files import UserError
-from ..documents import Part, Unreadable
+from ..documents import Note, Part, Unreadable, unheard
 from . import text
 
 LONGEST_RECORD = 2**26  # characters
@@ -31,8 +31,6 @@ COLUMNS = ("text", "content")
 CHATS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 DELIMITERS = ",;\t|"
-
-Note = Callable[[str], None]
 
 
 class Number(str):
@@ -45,36 +43,32 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PLACE = re.compile(r"\{([^{}]+)\}")
 
 
-def _silent(reason: str) -> None:
-    pass
-
-
-def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """JSON Lines: an object or a string on each line."""
     return rows(_json_lines(stream), text_column, note)
 
 
-def json_(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def json_(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """JSON: a list of objects or strings, which are a document each, or one alone. JSON Lines may have this name."""
     return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
 
 
-def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """CSV with a header row. The delimiter is the one that the header has most of."""
     return rows(_table(stream, DELIMITERS), text_column, note)
 
 
-def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """Tab-separated values with a header row; quotes are those of CSV."""
     return rows(_table(stream, "\t"), text_column, note)
 
 
-def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """Parquet, some rows at a time, of which only the columns that hold the text are read."""
     return rows(_parquet(stream, text_column), text_column, note)
 
 
-def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """Arrow's file format, which Feather is too, and its stream format, batch by batch."""
     return rows(_arrow(stream), text_column, note)
 
@@ -83,7 +77,7 @@ def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = _silent
 Records = Iterator[Any | Unreadable]
 
 
-def rows(records: Records, text_column: str | None = None, note: Note = _silent) -> Iterator[Part]:
+def rows(records: Records, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """The documents in records, wherever those come from."""
     reason = "empty"
     found = False
