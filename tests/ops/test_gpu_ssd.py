@@ -6,7 +6,7 @@ Where there is no GPU they run in Triton's interpreter (conftest.py turns it on)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -74,7 +74,13 @@ def _by_kernel(
         assert (grad is None) == (given[name] is None), name
         assert grad is None or (grad.dtype, grad.shape) == (given[name].dtype, given[name].shape), name
     assert y.dtype == given["x"].dtype and final_state.dtype == torch.float32
+    taken, results = (_memory(tensors) for tensors in (given.values(), (y, final_state, *grads)))
+    assert len({*results}) == len(results) and not {*results} & {*taken}, "torch wants results that share no memory"
     return {"y": y, "final_state": final_state, **{f"d{n}": g for n, g in zip(NAMES, grads, strict=True)}}
+
+
+def _memory(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
 
 
 def _by_torch(

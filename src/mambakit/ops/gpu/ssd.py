@@ -928,7 +928,7 @@ def backward(
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
     if into is not None and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
-    dA, dD_of_heads, ddt_bias = by_chunk.sum(1)
+    dA, dD_of_heads, ddt_bias = (of_chunks.sum(0) for of_chunks in by_chunk)  # results share no memory
     found = dx, ddt, dA, dB, dC, dD.sum(0) if dD is not None else dD_of_heads, ddt_bias, dinitial
     return tuple(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
