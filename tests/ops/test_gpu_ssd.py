@@ -276,10 +276,10 @@ def test_the_same_bits_again() -> None:
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-@pytest.mark.parametrize("states", [33, 200])
-def test_narrow_inputs(states: int) -> None:
-    """The tiles, and the sums of decay's gradient, are others than in fp32."""
-    arguments = {**_narrowed(_case(1, 150, heads=2, head_dim=20, groups=1, states=states), torch.float16)}
+@pytest.mark.parametrize(("head_dim", "states"), [(20, 33), (20, 200), (72, 24), (16, 128)])
+def test_narrow_inputs(head_dim: int, states: int) -> None:
+    """The tiles, and the sums of decay's gradient, are others than in fp32. The last two are described."""
+    arguments = {**_narrowed(_case(1, 150, heads=2, head_dim=head_dim, groups=1, states=states), torch.float16)}
     arguments["doc_ids"] = ids_of([100, 50])[None]
     _check(arguments, tolerance=5e-3)
 
@@ -349,6 +349,17 @@ def test_on_a_gpu(batch: int, length: int, sizes: dict[str, int], dtype: torch.d
 @pytest.mark.parametrize("options", [{"per_channel": True}, {"without": "D dt_bias initial_state"}], ids=str)
 def test_other_arguments_on_a_gpu(options: dict[str, Any], dtype: torch.dtype) -> None:
     _check_on_a_gpu(_narrowed(_case(2, 300, heads=4, head_dim=64, groups=2, states=128, **options), dtype), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_tensors_that_cannot_be_described_on_a_gpu(dtype: torch.dtype) -> None:
+    arguments = _narrowed(_case(2, 300, heads=4, head_dim=64, groups=2, states=128), dtype)
+    arguments = {name: value.cuda() for name, value in arguments.items()}
+    for name in ("x", "B", "C", "dy"):
+        given = arguments[name]
+        arguments[name] = given.new_empty(given.numel() + 1)[1:].view(given.shape).copy_(given)
+    _check_on_a_gpu(arguments, dtype)
 
 
 def _check_on_a_gpu(arguments: dict[str, Any], dtype: torch.dtype) -> None:

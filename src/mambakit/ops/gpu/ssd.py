@@ -20,12 +20,17 @@ brings together what is known of each dt.
 Too few rows and heads for the GPU: time is cut into segments that walk side by side. What each leaves behind alone
 is computed first, then carried on, and then each has what enters it. Sums are fp32 and made in a fixed order.
 
+Where the GPU can copy tiles by a description of the tensor (Hopper's TMA), it does: addresses of elements would take
+registers and instructions that the products need. Tensors whose rows do not begin at multiples of 16 bytes are read by
+address.
+
 Sizes in shapes: c chunks, s segments, L' = c Q; p numbers the blocks of channels of a head. Tiles are padded to powers
 of two. Addresses are 64 bits wide; inside a tile 32 bits do.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -35,6 +40,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .device import processors
 
@@ -43,7 +49,7 @@ LARGEST_STRIDE = 2**24
 # How many programs a processor holds at once, and how long one turn of them takes, in any unit: of walks that write
 # states, and of the forward kernel's by its channels. As measured on an H200.
 STATES_HELD, STATES_TURN = 3, 1.25
-FORWARD_HELD, FORWARD_TURN = 2, {32: 1.0, 64: 1.8}
+FORWARD_HELD, FORWARD_TURN = 2, {32: 1.0, 64: 1.6}
 # Time is cut into as many segments at most, each of so many chunks at least; to begin takes as long as so many turns.
 MOST_SEGMENTS, SHORTEST_SEGMENT, BEGINNING = 16, 8, 2
 # Programs of a chunk and a group, fewer than which the heads of a group are dealt out to several.
@@ -97,9 +103,10 @@ class Tiles:
     heard: dict[str, int]
     forward: dict[int, dict[str, int]]
     precise: bool = False  # without tensor cores, and with sums that lose no digits of fp32
+    described: bool = False  # the hardware copies tiles by a description of the tensor, not programs by addresses
 
     @classmethod
-    def of(cls, x: Tensor, num_states: int) -> Tiles:
+    def of(cls, x: Tensor, num_states: int, *, described: bool = True) -> Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
             return cls(32, min(padded, 32), _by(4, 1), _by(8, 1), _by(8, 1), _by(8, 1), {16: _by(4, 1)}, precise=True)
@@ -107,18 +114,16 @@ class Tiles:
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
             return cls(32, channels, _by(4, 3), _by(4, 2), _by(4, 2), _by(4, 2), {64: _by(4, 2)})
-        return cls(64, channels, _by(4, 3, 168), _by(4, 3), _by(4, 2), _by(4, 3), {32: _by(4, 3), 64: _by(4, 2)})
-
-    def forward_for(self, channels: int, *tensors: Tensor) -> tuple[int, dict[str, int]]:
-        """Channels of forward and how it is compiled: as wished, but 32 are right only where B and C lie in words."""
-        if channels == 32 and not all(_is_aligned(tensor) for tensor in tensors):
-            channels = 64
-        return channels, self.forward[channels]
+        if not described:  # nor with 32 channels: of those, Triton 3.6 makes wrong code
+            return cls(64, channels, _by(4, 3, 168), _by(4, 3), _by(4, 2), _by(4, 3), {64: _by(4, 2)})
+        forward = {32: _by(4, 3), 64: _by(4, 3)}
+        return cls(64, channels, _by(4, 3, 168), _by(4, 3, 168), _by(4, 3), _by(4, 3), forward, described=True)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    """Whether the compiler is told that all rows begin at a multiple of 16 bytes."""
-    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:3])
+def _can_be_described(tensor: Tensor) -> bool:
+    """Whether the hardware can copy tiles of it: all rows begin at a multiple of 16 bytes."""
+    strides = [stride * tensor.element_size() for stride in tensor.stride()[:3]]
+    return tensor.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
 @triton.jit
@@ -214,13 +219,51 @@ def _tile(
 
 @triton.jit
 def _of_chunk(
-    tensor: tl.tensor, row_stride: tl.tensor, time_stride: tl.tensor, group_stride: tl.tensor, row: tl.tensor,
-    group: tl.tensor, first: tl.tensor, q: tl.tensor, left: tl.tensor, n: tl.tensor, NUM_STATES: tl.constexpr,
-    N: tl.constexpr,
+    tensor: tl.tensor, row_stride: tl.tensor, time_stride: tl.tensor, head_stride: tl.tensor, row: tl.tensor,
+    head: tl.tensor, first: tl.tensor, left: tl.tensor, block: tl.tensor, Q: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """(Q, N) of B or C: one chunk and group."""
-    tensor += row * row_stride + group.to(tl.int64) * group_stride + first * time_stride
-    return _tile(tensor, time_stride, q, left, n, NUM_STATES, N)
+    """(Q, WIDTH) of a tensor (B, L, heads or groups, COLUMNS): a block of columns of one chunk and head; zeros past the
+    end. Described, it is copied by the hardware, which needs no addresses of elements."""
+    if DESCRIBED:
+        at = row.to(tl.int32), first.to(tl.int32), head.to(tl.int32), block * WIDTH
+        tile = tl.reshape(tensor.load(at), [Q, WIDTH])
+    else:
+        tensor += row * row_stride + head.to(tl.int64) * head_stride + first * time_stride
+        column = block * WIDTH + tl.arange(0, WIDTH)
+        tile = _tile(tensor, time_stride, tl.arange(0, Q), left, column, COLUMNS, WIDTH)
+    return tile
+
+
+@triton.jit
+def _of_state(
+    states: tl.tensor, place: tl.tensor, block: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(N, WIDTH) of states (B c H, ROWS, COLUMNS): a block of columns of one of them."""
+    if DESCRIBED:
+        tile = tl.reshape(states.load((place.to(tl.int32), 0, block * WIDTH)), [N, WIDTH])
+    else:
+        column = block * WIDTH + tl.arange(0, WIDTH)
+        tile = _tile(states + place * (ROWS * COLUMNS), COLUMNS, tl.arange(0, N), ROWS, column, COLUMNS, WIDTH)
+    return tile
+
+
+@triton.jit
+def _write_chunk(
+    tensor: tl.tensor, row_stride: tl.tensor, time_stride: tl.tensor, head_stride: tl.tensor, row: tl.tensor,
+    head: tl.tensor, first: tl.tensor, left: tl.tensor, block: tl.tensor, value: tl.tensor, Q: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
+) -> None:  # fmt: skip
+    """The other way: what `_of_chunk` would read."""
+    if DESCRIBED:
+        at = row.to(tl.int32), first.to(tl.int32), head.to(tl.int32), block * WIDTH
+        tensor.store(at, tl.reshape(value.to(tensor.dtype), [1, Q, 1, WIDTH]))
+    else:
+        q, column = tl.arange(0, Q), block * WIDTH + tl.arange(0, WIDTH)
+        tensor += row * row_stride + head.to(tl.int64) * head_stride + first * time_stride
+        inside = _inside(q, left, column, COLUMNS, WIDTH)
+        tl.store(tensor + q[:, None] * time_stride + column[None, :], value, mask=inside)
 
 
 @triton.jit
@@ -244,24 +287,22 @@ def _forward_kernel(
     B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
     C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
     D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, firsts: tl.tensor,
-    times: tl.tensor, plane: tl.tensor, entering: tl.tensor, y: tl.tensor, final: tl.tensor,
+    times: tl.tensor, plane: tl.tensor, entering: tl.tensor,
+    y: tl.tensor, y_row: tl.tensor, y_time: tl.tensor, y_head: tl.tensor, final: tl.tensor,
     length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
     num_segments: tl.tensor, segment_chunks: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    PRECISE: tl.constexpr,
+    PRECISE: tl.constexpr, DESCRIBED: tl.constexpr,
 ) -> None:  # fmt: skip
     plane = plane.to(tl.int64)
     BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
-    p = tl.program_id(0) % BLOCKS * P + tl.arange(0, P)
+    block = tl.program_id(0) % BLOCKS
+    p = block * P + tl.arange(0, P)
     head = tl.program_id(0) // BLOCKS % num_heads
     walk = tl.program_id(0) // BLOCKS // num_heads
     row, segment = (walk // num_segments).to(tl.int64), walk % num_segments
     q, n = tl.arange(0, Q), tl.arange(0, N)
     group = head // group_heads
-    x += row * x_row + head.to(tl.int64) * x_head
-    B += row * B_row + group.to(tl.int64) * B_group
-    C += row * C_row + group.to(tl.int64) * C_group
-    y += (row * length * num_heads + head) * HEAD_DIM
     times += (row * num_heads + head) * (num_chunks * Q)
     element, there = _state(n, p, NUM_STATES, HEAD_DIM)
     if entering is None:
@@ -273,26 +314,32 @@ def _forward_kernel(
         skip = tl.load(D + head * D_head + p * D_channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
     begin = segment * segment_chunks
     end = tl.minimum(begin + segment_chunks, num_chunks)
-    first = begin.to(tl.int64) * Q
-    upcoming = _tile(x + first * x_time, x_time, q, (length - first).to(tl.int32), p, HEAD_DIM, P)
+    if not DESCRIBED:
+        start = begin.to(tl.int64) * Q
+        upcoming = _of_chunk(
+            x, x_row, x_time, x_head, row, head, start, (length - start).to(tl.int32), block, Q, HEAD_DIM, P, False
+        )
     for turn in range(end - begin):
         first = (begin + turn).to(tl.int64) * Q
         left = (length - first).to(tl.int32)
         time = times + first
-        # The next x, while this one is computed: nothing else has it in a cache.
-        values = upcoming
-        upcoming = _tile(x + (first + Q) * x_time, x_time, q, left - Q, p, HEAD_DIM, P)
+        if DESCRIBED:
+            values = _of_chunk(x, x_row, x_time, x_head, row, head, first, left, block, Q, HEAD_DIM, P, True)
+        else:  # the next x, while this one is computed: nothing else has it in a cache
+            values = upcoming
+            upcoming = _of_chunk(x, x_row, x_time, x_head, row, head, first + Q, left - Q, block, Q, HEAD_DIM, P, False)
         # All that is read is asked for first: the products that follow do not wait for it one by one.
         from_start = tl.load(time + FROM_START * plane + q)
         passing = tl.load(time + FROM_START * plane + Q - 1)
         weight = tl.load(time + WEIGHT * plane + q)
-        Bs = _tile(B + first * B_time, B_time, q, left, n, NUM_STATES, N)
-        Cs = _tile(C + first * C_time, C_time, q, left, n, NUM_STATES, N)
+        Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
+        Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
         token = first.to(tl.int32) + q  # not q alone: a mask that is the same in all turns would stay in registers
         together = token[:, None] >= token[None, :]
         if firsts is not None:
             together &= q[None, :] >= tl.load(firsts + row * (num_chunks * Q) + first + q)[:, None]
         scores = tl.dot(Cs, tl.trans(Bs), input_precision="ieee")  # (i, j)
+        outputs = tl.dot(Cs, state.to(Cs.dtype), input_precision="ieee")
         if PRECISE:
             step = tl.load(time + STEP * plane + q)
             scores = tl.where(together, scores, 0.0) * step[None, :]
@@ -300,15 +347,11 @@ def _forward_kernel(
         else:
             exponent = tl.load(time + HIGH * plane + q)[:, None] - tl.load(time + EARLY * plane + q)[None, :]
             scores *= tl.exp2(tl.where(together, exponent, -float("inf")))
-        outputs = tl.dot(Cs, state.to(Cs.dtype), input_precision="ieee")
         outputs *= from_start[:, None]
         outputs = tl.dot(scores.to(values.dtype), values, outputs, input_precision="ieee")
         if D is not None:
             outputs += skip[None, :] * values.to(tl.float32)
-        written = _inside(q, left, p, HEAD_DIM, P)
-        tl.store(
-            y + first * num_heads * HEAD_DIM + q[:, None] * (num_heads * HEAD_DIM) + p[None, :], outputs, mask=written
-        )
+        _write_chunk(y, y_row, y_time, y_head, row, head, first, left, block, outputs, Q, HEAD_DIM, P, DESCRIBED)
         sent = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
         state = tl.dot(tl.trans(Bs), sent, state * passing, input_precision="ieee")
     if segment == num_segments - 1:
@@ -324,7 +367,7 @@ def _states_kernel(
     length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
     num_segments: tl.tensor, segment_chunks: tl.tensor,
     BACKWARD: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, DESCRIBED: tl.constexpr,
 ) -> None:  # fmt: skip
     """States, from B (inner) and x (outer); or, from the last chunk to the first, their gradients, from C and dy.
 
@@ -335,13 +378,13 @@ def _states_kernel(
     """
     plane = plane.to(tl.int64)
     BLOCKS: tl.constexpr = (HEAD_DIM + P - 1) // P
-    p = tl.program_id(0) % BLOCKS * P + tl.arange(0, P)
+    block = tl.program_id(0) % BLOCKS
+    p = block * P + tl.arange(0, P)
     head = tl.program_id(0) // BLOCKS % num_heads
     walk = (tl.program_id(0) // BLOCKS // num_heads).to(tl.int64)
     row, segment = walk // num_segments, walk % num_segments
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    inner += row * inner_row + (head // group_heads).to(tl.int64) * inner_group
-    outer += row * outer_row + head.to(tl.int64) * outer_head
+    group = head // group_heads
     times += (row * num_heads + head) * (num_chunks * Q)
     element, there = _state(n, p, NUM_STATES, HEAD_DIM)
     if entering is None:
@@ -364,9 +407,13 @@ def _states_kernel(
             tl.store(states + written, state, mask=there)
         if others is not None:
             met = tl.sum(state * tl.load(others + written, mask=there, other=0.0).to(tl.float32))
-            tl.store(passing + place * BLOCKS + tl.program_id(0) % BLOCKS, met)
-        keys = _tile(inner + first * inner_time, inner_time, q, left, n, NUM_STATES, N)
-        values = _tile(outer + first * outer_time, outer_time, q, left, p, HEAD_DIM, P)
+            tl.store(passing + place * BLOCKS + block, met)
+        keys = _of_chunk(
+            inner, inner_row, inner_time, inner_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED
+        )
+        values = _of_chunk(
+            outer, outer_row, outer_time, outer_head, row, head, first, left, block, Q, HEAD_DIM, P, DESCRIBED
+        )
         if BACKWARD:
             weight = tl.load(time + FROM_START * plane + q)
         else:
@@ -432,7 +479,7 @@ def _inside_kernel(
     length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
     num_parts: tl.tensor, part_heads: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    SKIPS: tl.constexpr, PRECISE: tl.constexpr,
+    SKIPS: tl.constexpr, PRECISE: tl.constexpr, DESCRIBED: tl.constexpr,
 ) -> None:  # fmt: skip
     """What goes from token to token inside a chunk, of some heads of a group, one after the other.
 
@@ -443,9 +490,9 @@ def _inside_kernel(
     row, chunk, group, part = _place(num_chunks, num_parts)
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
-    q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, q, left, n, NUM_STATES, N)
-    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, q, left, n, NUM_STATES, N)
+    q = tl.arange(0, Q)
+    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
+    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
     together = _together(firsts, row * (num_chunks * Q) + first, q)  # (j, i)
     product = tl.where(together, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"), 0.0)
     dproduct = tl.zeros([Q, Q], tl.float32)  # of nothing where not together
@@ -455,9 +502,8 @@ def _inside_kernel(
         time = times + (row * num_heads + head) * (num_chunks * Q) + first
         dscores = tl.zeros([Q, Q], tl.float32)
         for block in tl.static_range((HEAD_DIM + P - 1) // P):
-            p = block * P + tl.arange(0, P)
-            values = _tile(x + row * x_row + first * x_time + head * x_head, x_time, q, left, p, HEAD_DIM, P)
-            dys = _tile(dy + row * dy_row + first * dy_time + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
+            values = _of_chunk(x, x_row, x_time, x_head, row, head, first, left, block, Q, HEAD_DIM, P, DESCRIBED)
+            dys = _of_chunk(dy, dy_row, dy_time, dy_head, row, head, first, left, block, Q, HEAD_DIM, P, DESCRIBED)
             dscores = tl.dot(values, tl.trans(dys), dscores, input_precision="ieee")
         token = inside + (row * num_heads + head) * (num_chunks * Q) + first + q
         if SKIPS:
@@ -516,7 +562,7 @@ def _sent_kernel(
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
     num_parts: tl.tensor, part_heads: tl.tensor, num_tiles: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    D_PER_CHANNEL: tl.constexpr, PRECISE: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr, PRECISE: tl.constexpr, DESCRIBED: tl.constexpr,
 ) -> None:  # fmt: skip
     """What the tokens of a chunk send to later ones and to the state that leaves, of some heads of a group.
 
@@ -529,26 +575,23 @@ def _sent_kernel(
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, q, left, n, NUM_STATES, N)
-    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, q, left, n, NUM_STATES, N)
+    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
+    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
     at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * num_tiles
     dproduct = _summed(dproducts, at, num_tiles, q[:, None], q[None, :])
     gradient = tl.dot(dproduct.to(Cs.dtype), Cs, input_precision="ieee")  # (j, N)
     together = _together(firsts, row * (num_chunks * Q) + first, q)  # (j, i)
     product = tl.where(together, tl.dot(Bs, tl.trans(Cs), input_precision="ieee"), 0.0)
-    x += row * x_row + first * x_time
-    dy += row * dy_row + first * dy_time
-    dx += row * dx_row + first * dx_time
     begin, end = _dealt(group, part, part_heads, num_heads // num_groups)
     for turn in range((end - begin) * BLOCKS):
         head = (begin + turn // BLOCKS).to(tl.int64)
         block = turn % BLOCKS
         p = block * P + tl.arange(0, P)
         time = times + (row * num_heads + head) * (num_chunks * Q) + first
-        values = _tile(x + head * x_head, x_time, q, left, p, HEAD_DIM, P)
-        dys = _tile(dy + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
+        values = _of_chunk(x, x_row, x_time, x_head, row, head, first, left, block, Q, HEAD_DIM, P, DESCRIBED)
+        dys = _of_chunk(dy, dy_row, dy_time, dy_head, row, head, first, left, block, Q, HEAD_DIM, P, DESCRIBED)
         place = (row * num_chunks + chunk) * num_heads + head
-        dstate = _tile(dstates + place * (HEAD_DIM * NUM_STATES), HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
+        dstate = _of_state(dstates, place, block, NUM_STATES, N, HEAD_DIM, P, DESCRIBED)
         weight = tl.load(time + WEIGHT * plane + q)
         wide = values.to(tl.float32)
         told = (wide * weight[:, None]).to(values.dtype)
@@ -569,8 +612,7 @@ def _sent_kernel(
             exponent = tl.load(time + HIGH * plane + q)[None, :] - tl.load(time + EARLY * plane + q)[:, None]
             scores = product * tl.exp2(tl.minimum(exponent, LARGEST_EXPONENT))
         dvalues = tl.dot(scores.to(dys.dtype), dys, dvalues, input_precision="ieee")
-        written = _inside(q, left, p, HEAD_DIM, P)
-        tl.store(dx + head * dx_head + q[:, None] * dx_time + p[None, :], dvalues, mask=written)
+        _write_chunk(dx, dx_row, dx_time, dx_head, row, head, first, left, block, dvalues, Q, HEAD_DIM, P, DESCRIBED)
     out = dB + part.to(tl.int64) * dB_part + row * dB_row + first * dB_time + group.to(tl.int64) * dB_group
     tl.store(out + q[:, None] * dB_time + n[None, :], gradient, mask=_inside(q, left, n, NUM_STATES, N))
 
@@ -585,6 +627,7 @@ def _heard_kernel(
     length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
     num_parts: tl.tensor, part_heads: tl.tensor, num_tiles: tl.tensor,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ) -> None:  # fmt: skip
     """What the tokens of a chunk read of earlier ones and of the state that enters, of some heads of a group.
 
@@ -596,20 +639,18 @@ def _heard_kernel(
     first = chunk.to(tl.int64) * Q
     left = (length - first).to(tl.int32)
     q, n = tl.arange(0, Q), tl.arange(0, N)
-    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, q, left, n, NUM_STATES, N)
-    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, q, left, n, NUM_STATES, N)
+    Bs = _of_chunk(B, B_row, B_time, B_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
+    Cs = _of_chunk(C, C_row, C_time, C_group, row, group, first, left, 0, Q, NUM_STATES, N, DESCRIBED)
     at = (((row * num_chunks + chunk) * num_groups + group) * num_parts + part) * num_tiles
     dproduct = _summed(dproducts, at, num_tiles, q[None, :], q[:, None])  # (i, j)
     gradient = tl.dot(dproduct.to(Bs.dtype), Bs, input_precision="ieee")  # (i, N)
-    dy += row * dy_row + first * dy_time
     begin, end = _dealt(group, part, part_heads, num_heads // num_groups)
     for turn in range((end - begin) * BLOCKS):
         head = (begin + turn // BLOCKS).to(tl.int64)
         block = turn % BLOCKS
-        p = block * P + tl.arange(0, P)
-        dys = _tile(dy + head * dy_head, dy_time, q, left, p, HEAD_DIM, P)
+        dys = _of_chunk(dy, dy_row, dy_time, dy_head, row, head, first, left, block, Q, HEAD_DIM, P, DESCRIBED)
         place = (row * num_chunks + chunk) * num_heads + head
-        state = _tile(states + place * (HEAD_DIM * NUM_STATES), HEAD_DIM, n, NUM_STATES, p, HEAD_DIM, P)
+        state = _of_state(states, place, block, NUM_STATES, N, HEAD_DIM, P, DESCRIBED)
         time = times + (row * num_heads + head) * (num_chunks * Q) + first
         heard = dys.to(tl.float32) * tl.load(time + FROM_START * plane + q)[:, None]
         gradient = tl.dot(heard.to(dys.dtype), tl.trans(state), gradient, input_precision="ieee")
@@ -768,6 +809,13 @@ class _Plan:
         sizes = batch, length, heads, head_dim, groups, num_states
         return cls(*sizes, tiles, chunks, segments, segment_chunks, forward_channels)
 
+    def for_tensors(self, *tensors: Tensor) -> _Plan:
+        """The same, with tiles that these tensors allow. How time is cut is the same for all."""
+        if not self.tiles.described or all(_can_be_described(tensor) for tensor in tensors):
+            return self
+        tiles = Tiles.of(tensors[0], self.num_states, described=False)
+        return dataclasses.replace(self, tiles=tiles, forward_channels=max(tiles.forward))
+
     @property
     def padded_length(self) -> int:
         return self.chunks * self.tiles.chunk
@@ -819,7 +867,8 @@ class _Plan:
 
     def tile(self, channels: int) -> dict[str, int]:
         N = max(16, triton.next_power_of_2(self.num_states))
-        return {"HEAD_DIM": self.head_dim, "NUM_STATES": self.num_states, "Q": self.tiles.chunk, "P": channels, "N": N}
+        sizes = {"HEAD_DIM": self.head_dim, "NUM_STATES": self.num_states, "Q": self.tiles.chunk, "P": channels, "N": N}
+        return sizes | {"DESCRIBED": self.tiles.described}
 
 
 def kept_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
@@ -836,6 +885,7 @@ def forward(
     x, B, C = (_neighbours(t.to(x.dtype)) for t in (x, B, C))
     entering = _whole(initial_state)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    plan = plan.for_tensors(x, B, C, y)
     final_state = torch.empty(*plan.state_shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         times, firsts = _times(plan, dt, A, dt_bias, dt_softplus, dt_limit, doc_ids)
@@ -843,12 +893,13 @@ def forward(
         if plan.segments > 1:
             _enter_segments(plan, B, x, times, entering, kept, backward=False)
             entering = kept
-        channels, compiled = plan.tiles.forward_for(plan.forward_channels, x, B, C)
+        channels = plan.forward_channels
+        tile = plan.tile(channels)
         walks = plan.batch * plan.segments * plan.heads * _parts(plan.head_dim, channels)
         _forward_kernel[(walks,)](
-            *_placed(x), *_placed(B), *_placed(C), *_per_channel(D), firsts,
-            times, plan.plane, entering, y, final_state, *plan.walk_sizes,
-            **plan.tile(channels), PRECISE=plan.tiles.precise, **compiled,
+            *_placed(x, tile, "P"), *_placed(B, tile, "N"), *_placed(C, tile, "N"), *_per_channel(D), firsts,
+            times, plan.plane, entering, *_placed(y, tile, "P"), final_state, *plan.walk_sizes,
+            **tile, PRECISE=plan.tiles.precise, **plan.tiles.forward[channels],
         )  # fmt: skip
     return y, final_state, kept
 
@@ -876,6 +927,7 @@ def backward(
     states, dstates = like_states(), like_states()
     dinitial = fp32(*plan.state_shape)
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if into is None else into[0]
+    plan = plan.for_tensors(x, B, C, dy, dx)
     ddt = torch.empty(dt.shape, dtype=dt.dtype, device=device)
     if into is not None and plan.parts == 1:
         dB, dC = into[1][None], into[2][None]
@@ -901,21 +953,22 @@ def backward(
             dentering = dsegments
         _walk(plan, C, dy, times, dentering, dstates, dinitial, None, states, passing, backward=True)
         tile = plan.tile(plan.tiles.channels)
+        xs, dys, Bs, Cs = (_placed(t, tile, width) for t, width in ((x, "P"), (dy, "P"), (B, "N"), (C, "N")))
         places, parts, pieces = plan.batch * plan.chunks, plan.parts, plan.parts * plan.pieces
         rows = plan.length, plan.batch, plan.chunks, plan.heads, plan.groups
         dealt = parts, plan.part_heads, plan.pieces
         _inside_kernel[(places, plan.groups * pieces)](
-            *_placed(x), *_placed(B), *_placed(C), *_placed(dy), firsts, times, plan.plane, dproducts, inside,
+            *xs, *Bs, *Cs, *dys, firsts, times, plan.plane, dproducts, inside,
             plan.length, plan.chunks, plan.heads, plan.groups, pieces, plan.piece_heads,
             **tile, SKIPS=skips, PRECISE=plan.tiles.precise, **plan.tiles.inside,
         )  # fmt: skip
         _sent_kernel[(places, plan.groups * parts)](
-            *_placed(x), *_placed(B), *_placed(C), *_placed(dy), *_per_channel(D), firsts, times, plan.plane, dstates,
-            dproducts, *_placed(dx), dB, *dB.stride()[:4], dD, sums, *rows, *dealt,
+            *xs, *Bs, *Cs, *dys, *_per_channel(D), firsts, times, plan.plane, _placed_states(dstates, tile), dproducts,
+            *_placed(dx, tile, "P"), dB, *dB.stride()[:4], dD, sums, *rows, *dealt,
             **tile, D_PER_CHANNEL=per_channel, PRECISE=plan.tiles.precise, **plan.tiles.sent,
         )  # fmt: skip
         _heard_kernel[(places, plan.groups * parts)](
-            *_placed(B), *_placed(C), *_placed(dy), times, plan.plane, states, dproducts, dC, *dC.stride()[:4], sums,
+            *Bs, *Cs, *dys, times, plan.plane, _placed_states(states, tile), dproducts, dC, *dC.stride()[:4], sums,
             *rows, *dealt, **tile, **plan.tiles.heard,
         )  # fmt: skip
         _steps_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
@@ -980,9 +1033,10 @@ def _walk(
     backward: bool,
 ) -> None:  # fmt: skip
     """See `_states_kernel`."""
+    tile = plan.tile(plan.tiles.channels)
     _states_kernel[(plan.batch * plan.segments * plan.heads * plan.blocks,)](
-        *_placed(inner), *_placed(outer), times, plan.plane, entering, states, leaving, through,
-        others, passing, *plan.walk_sizes, BACKWARD=backward, **plan.tile(plan.tiles.channels), **plan.tiles.states,
+        *_placed(inner, tile, "N"), *_placed(outer, tile, "P"), times, plan.plane, entering, states, leaving, through,
+        others, passing, *plan.walk_sizes, BACKWARD=backward, **tile, **plan.tiles.states,
     )  # fmt: skip
 
 
@@ -1009,9 +1063,19 @@ def _neighbours(tensor: Tensor) -> Tensor:
     return tensor if near else tensor.contiguous()
 
 
-def _placed(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor of four dimensions and how far apart its elements are along the first three."""
-    return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
+def _placed(tensor: Tensor, tile: dict[str, int], width: str) -> tuple[Tensor | TensorDescriptor, int, int, int]:
+    """A tensor of four dimensions as `_of_chunk` takes it: with how far apart its elements are along the first three,
+    or described, for tiles of Q tokens and as many columns as `width` names."""
+    if not tile["DESCRIBED"]:
+        return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], [1, tile["Q"], 1, tile[width]]), 0, 0, 0
+
+
+def _placed_states(states: Tensor, tile: dict[str, int]) -> Tensor | TensorDescriptor:
+    """States (B, c, H, N, P) as `_of_state` takes them."""
+    if not tile["DESCRIBED"]:
+        return states
+    return TensorDescriptor.from_tensor(states.flatten(0, 2), [1, tile["N"], tile["P"]])
 
 
 def _per_channel(D: Tensor | None) -> tuple[Tensor | None, int, int]:
