@@ -40,9 +40,26 @@ def test_gradients_are_the_same_bits(kind: str, recompute: str, carried: bool, b
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
-def test_a_graph_that_is_kept_gives_the_same_again() -> None:
-    model = small_model("mamba1")
-    loss = _loss(model, "light")
+@pytest.mark.parametrize("spoiled", [1, 2, 3, 5, 0, 4])
+def test_the_residual_stream_is_kept_in_one_block_of_four(spoiled: int) -> None:
+    """A sum that is changed, behind autograd's back, matters where it was kept: in blocks 0 and 4."""
+    model = small_model("mamba2", num_layers=6, dropout=0.1)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(_loss(model, "none", bf16=True), parameters)
+    sums: list[Tensor] = []
+    for block in model.backbone.layers:
+        block.register_forward_hook(lambda _, arguments, result: sums.append(result[1]))
+    loss = _loss(model, "mixer", bf16=True)
+    sums[spoiled].data.fill_(torch.nan)
+    actual = torch.autograd.grad(loss, parameters)
+    same = all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+    assert same == (spoiled not in (0, 4))
+
+
+@pytest.mark.parametrize("recompute", ["light", "mixer"])
+def test_a_graph_that_is_kept_gives_the_same_again(recompute: str) -> None:
+    model = small_model("mamba1", num_layers=6)
+    loss = _loss(model, recompute, bf16=True)
     first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,11 +17,12 @@ from ..config import ModelConfig
 from .layers import Embedding, KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
-from .recompute import Recipes
+from .recompute import Recipes, Sums, value_of
 from .state import LayerState, State
 
 EMBEDDING_STD = 0.02
-# What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output; all of a block.
+# What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output and some of the
+# sums; all of a block.
 Recompute = Literal["none", "light", "mixer", "block"]
 
 
@@ -55,6 +57,7 @@ class Block(nn.Module):
         doc_ids: Tensor | None,
         state: LayerState | None,
         recompute: Recompute = "none",
+        sums: Sums | None = None,
     ) -> tuple[Tensor, Tensor, LayerState]:
         if recompute == "block":
             draws = self.training and self.dropout > 0
@@ -62,24 +65,27 @@ class Block(nn.Module):
                 self.forward, hidden, residual, doc_ids, state, use_reentrant=False, preserve_rng_state=draws
             )
             return whole
-        normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
-        if recompute != "none" and not torch.compiler.is_compiling():  # which decides by itself what to keep
-            recipes = Recipes(keep_projections_alone=recompute == "mixer")
-            hidden, state = self._mix_with_recipes(recipes, normed, residual, doc_ids, state)
-        else:
+        if recompute == "none" or torch.compiler.is_compiling():  # which decides by itself what to keep
+            normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
             hidden, state = self.mixer(normed, doc_ids, state)
+        else:
+            recipes = Recipes(keep_projections_alone=recompute == "mixer")
+            normed, residual = self._norm_with_recipes(recipes, hidden, residual, sums)
+            with recipes.in_place_of_tensors():
+                hidden, state = self.mixer(normed, doc_ids, state, recipes)
         return F.dropout(hidden, self.dropout, self.training), residual, state
 
-    def _mix_with_recipes(
-        self, recipes: Recipes, normed: Tensor, residual: Tensor, doc_ids: Tensor | None, state: LayerState | None
-    ) -> tuple[Tensor, LayerState]:
+    def _norm_with_recipes(
+        self, recipes: Recipes, hidden: Tensor, residual: Tensor, sums: Sums | None
+    ) -> tuple[Tensor, Tensor]:
         weight = self.norm.weight
+        total = sums.add(residual, hidden) if sums is not None else None
+        with total.in_place_of_any_like(residual) if total is not None else contextlib.nullcontext():
+            normed, residual = ops.rms_norm(hidden, weight, eps=self.eps, residual=residual)
         if residual.dtype == torch.float32:  # a narrower sum was rounded after the norm had seen it
-            kept, dtype = residual.detach(), normed.dtype
-            recipes.add(normed, lambda: ops.normalized(kept, weight, eps=self.eps, dtype=dtype))
-        with recipes.in_place_of_tensors():
-            mixed: tuple[Tensor, LayerState] = self.mixer(normed, doc_ids, state, recipes)
-        return mixed
+            kept, dtype = total or residual.detach(), normed.dtype
+            recipes.add(normed, lambda: ops.normalized(value_of(kept), weight, eps=self.eps, dtype=dtype))
+        return normed, residual
 
     def step(self, hidden: Tensor, residual: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:
         hidden, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
@@ -105,10 +111,11 @@ class Backbone(nn.Module):
     def forward(self, tokens: Tensor, doc_ids: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         hidden, residual = self._start(tokens, self.config.dropout)
         recompute = self.recompute if torch.is_grad_enabled() else "none"
+        sums = Sums() if recompute == "mixer" else None
         states = []
         for i, block in enumerate(self.layers):
             before = state.layers[i] if state else None
-            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, recompute)
+            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, recompute, sums)
             states.append(layer_state)
         return self._finish(hidden, residual), State(tuple(states))
 

@@ -3,6 +3,9 @@
 Some tensors of a block are cheap to make and wide: the norm's output, Mamba-1's dt, the output of Mamba-2's gated norm.
 Kept for backward, they are a fifth of all memory. A recipe runs the operator that made the tensor. On a CPU the bits
 are the same; on a GPU the norm made from the sum alone may add in another order, and differ in the last bit.
+
+Where memory counts more, the residual stream, fp32, is kept in one block of four. The blocks between keep what they
+add to it, which has half the bytes, and add it again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .state import LayerState
 
+BLOCKS_FOR_A_SUM = 4  # one of so many keeps the residual stream
 Mixed = tuple[Tensor, LayerState]
 Mix = Callable[[Tensor, "Tensor | None", "LayerState | None", "Recipes | None"], Mixed]
 
@@ -35,16 +39,52 @@ class Recipe:
         self._left = self._uses
         return self, shape
 
-    def make(self, shape: torch.Size) -> Tensor:
+    def value(self) -> Tensor:
+        """The tensor, for another recipe: held until a use that is counted comes by."""
         if self._made is None:
             enabled, dtype = self._autocast
             with torch.no_grad(), torch.autocast(self._device_type, dtype, enabled):
                 self._made = self._make().to(self._dtype)
-        made = self._made
+        return self._made
+
+    def make(self, shape: torch.Size) -> Tensor:
+        made = self.value()
         self._left -= 1
         if self._left == 0:  # a graph that is kept may come by again
             self._made, self._left = None, self._uses
         return made.view(shape)
+
+    @contextlib.contextmanager
+    def in_place_of_any_like(self, made: Tensor) -> Iterator[None]:
+        """While open, what autograd would keep of this shape and dtype is this recipe: an operator keeps its own output
+        before anyone else has seen it."""
+
+        def pack(tensor: Tensor) -> Any:
+            alike = tensor.shape == made.shape and tensor.dtype == made.dtype
+            return self.use(tensor.shape) if alike else _kept(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+
+
+def value_of(kept: Tensor | Recipe) -> Tensor:
+    return kept.value() if isinstance(kept, Recipe) else kept
+
+
+class Sums:
+    """The residual stream of one forward pass: in which blocks it is kept, and how to make it in the others."""
+
+    def __init__(self) -> None:
+        self._blocks = 0
+        self._last: Recipe | None = None
+
+    def add(self, residual: Tensor, hidden: Tensor) -> Recipe | None:
+        """How to make this block's sum again; None where it is kept. A hidden as wide would save nothing."""
+        kept = self._blocks % BLOCKS_FOR_A_SUM == 0 or hidden.element_size() >= residual.element_size()
+        self._blocks += 1
+        before, added = self._last or residual.detach(), hidden.detach()
+        self._last = None if kept else Recipe(residual, lambda: value_of(before) + added)
+        return self._last
 
 
 class Recipes:
@@ -68,7 +108,7 @@ class Recipes:
     def _pack(self, tensor: Tensor) -> Any:
         made, recipe = self._known.get(tensor.untyped_storage().data_ptr(), (None, None))
         if made is None or recipe is None or not _is_all_of(tensor, made):
-            return tensor.detach(), tensor._version  # a tensor with its history would hold its own node, for ever
+            return _kept(tensor)
         return recipe.use(tensor.shape)
 
 
@@ -91,6 +131,10 @@ def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
         and made.is_contiguous()
         and tensor.data_ptr() == made.data_ptr()
     )
+
+
+def _kept(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor.detach(), tensor._version  # a tensor with its history would hold its own node, for ever
 
 
 def _unpack(packed: Any) -> Tensor:
