@@ -58,10 +58,10 @@ class Recipe:
     def in_place_of_any_like(self, made: Tensor) -> Iterator[None]:
         """While open, what autograd would keep of this shape and dtype is this recipe: an operator keeps its own output
         before anyone else has seen it."""
+        shape, dtype = made.shape, made.dtype  # autograd keeps the function, and all that it names
 
         def pack(tensor: Tensor) -> Any:
-            alike = tensor.shape == made.shape and tensor.dtype == made.dtype
-            return self.use(tensor.shape) if alike else _kept(tensor)
+            return self.use(shape) if (tensor.shape, tensor.dtype) == (shape, dtype) else _kept(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
