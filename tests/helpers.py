@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -133,4 +134,6 @@ print(resident("VmHWM") - before)
 def peak_bytes(code: str, size: int, argument: str = "") -> int:
     """What `work(size)`, defined in `code`, takes at its peak beyond what was there before, in a process of its own."""
     command = [sys.executable, "-c", _PEAK.replace("{code}", code), str(size), argument]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # so that what is freed goes back at once
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment)
+    return int(result.stdout)
