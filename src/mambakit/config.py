@@ -328,7 +328,8 @@ class TrainConfig(Settings):
     recompute: Literal["auto", "none", "light", "mixer", "block"] = Field(
         "auto",
         description="what backward computes once more rather than keep. light: norms and dt; mixer: all but the output "
-        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: light on a GPU, none on a CPU",
+        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: light on a GPU, "
+        "none on a CPU",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the first weights and dropout")
     eval_every: int = Field(1000, ge=0, description="steps between evaluations on the validation split; 0 for none")
