@@ -151,11 +151,13 @@ def test_recipes_stand_in_for_what_they_make_alone() -> None:
     with recipes.in_place_of_tensors():
         y = (x * made).sum() + (x * made.view(12).view(3, 4)).sum() + (x[:2] * made[:2]).sum()
     del made
-    (dx,) = torch.autograd.grad(y, x)
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
     expected = 4 * x.detach()
     expected[:2] += 2 * x.detach()[:2]
     assert torch.equal(dx, expected)
     assert calls == 1, "two uses in one backward pass, made once"
+    torch.autograd.grad(y, x)
+    assert calls == 2, "not held from one backward pass to the next"
 
 
 @pytest.mark.gpu
