@@ -9,7 +9,7 @@ import torch
 from helpers import assert_close, needs_linux, peak_bytes, random_documents, small_model
 from torch import Tensor
 
-from mambakit import MambaLM
+from mambakit import MambaLM, ops
 from mambakit.model.recompute import Recipes
 
 both_kinds = pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
@@ -54,6 +54,41 @@ def test_the_residual_stream_is_kept_in_one_block_of_four(spoiled: int) -> None:
     actual = torch.autograd.grad(loss, parameters)
     same = all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
     assert same == (spoiled not in (0, 4))
+
+
+def _gradients_agree(model: MambaLM, recompute: str) -> bool:
+    parameters = list(model.parameters())
+    expected, actual = (torch.autograd.grad(_loss(model, way, bf16=True), parameters) for way in ("none", recompute))
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+@both_kinds
+def test_a_norm_that_keeps_more_than_its_sum(kind: str) -> None:
+    """Plain torch keeps the normed sum too, which has the same shape and dtype."""
+    with ops.backend("reference"):
+        assert _gradients_agree(small_model(kind, num_layers=6), "mixer")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_residual_stream_that_a_hook_changes(before: bool) -> None:
+    model = small_model("mamba2", num_layers=6)
+    moved = torch.randn(model.config.d_model)
+    if before:
+        model.backbone.layers[2].register_forward_pre_hook(lambda _, given: (given[0], given[1] + moved, *given[2:]))
+    else:
+        model.backbone.layers[1].register_forward_hook(lambda _, given, made: (made[0], made[1] + moved, made[2]))
+    assert _gradients_agree(model, "mixer")
+
+
+def test_a_summand_that_is_changed_in_place_is_noticed() -> None:
+    model = small_model("mamba2", num_layers=6)
+    summands: list[Tensor] = []
+    model.backbone.layers[1].register_forward_hook(lambda _, given, made: summands.append(made[0]))
+    loss = _loss(model, "mixer", bf16=True)
+    with torch.no_grad():
+        summands[0].zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
 
 
 KEPT_BY_FORWARD = """

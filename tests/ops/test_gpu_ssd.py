@@ -276,11 +276,47 @@ def test_the_same_bits_again() -> None:
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-@pytest.mark.parametrize(("head_dim", "states"), [(20, 33), (20, 200), (72, 24), (16, 128)])
-def test_narrow_inputs(head_dim: int, states: int) -> None:
-    """The tiles, and the sums of decay's gradient, are others than in fp32. The last two are described."""
+@pytest.mark.parametrize(
+    ("head_dim", "states", "described"), [(20, 33, False), (20, 200, False), (72, 24, True), (16, 128, True)]
+)
+def test_narrow_inputs(head_dim: int, states: int, described: bool) -> None:
+    """The tiles, and the sums of decay's gradient, are others than in fp32."""
     arguments = {**_narrowed(_case(1, 150, heads=2, head_dim=head_dim, groups=1, states=states), torch.float16)}
+    assert _is_described(arguments) == described
     arguments["doc_ids"] = ids_of([100, 50])[None]
+    _check(arguments, tolerance=5e-3)
+
+
+def _is_described(arguments: dict[str, Any]) -> bool:
+    x, B, C = (arguments[name] for name in "xBC")
+    return kernels._Plan.of(x, B).for_tensors(x, B, C).tiles.described
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """The same numbers, at an address that is not a multiple of 16."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """The same numbers, in rows whose length is not a multiple of 16 bytes."""
+    wide = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)
+    return wide[..., :-1].copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["x", "B", "C", "dy"])
+@pytest.mark.parametrize("moved", [_shifted, _widened])
+def test_one_tensor_that_cannot_be_described(name: str, moved: Callable[[Tensor], Tensor]) -> None:
+    arguments = _narrowed(_case(1, 70, heads=2, head_dim=16, groups=1, states=16), torch.float16)
+    arguments[name] = moved(arguments[name])
+    assert _is_described(arguments) == (name == "dy")
+    _check(arguments, tolerance=5e-3)
+
+
+def test_what_repeats_in_memory_is_not_described() -> None:
+    arguments = _narrowed(_case(2, 70, heads=2, head_dim=16, groups=1, states=16), torch.float16)
+    assert _is_described(arguments)
+    arguments["B"] = arguments["B"][:1].expand(2, -1, -1, -1)
+    assert not _is_described(arguments)
     _check(arguments, tolerance=5e-3)
 
 
@@ -356,9 +392,9 @@ def test_other_arguments_on_a_gpu(options: dict[str, Any], dtype: torch.dtype) -
 def test_tensors_that_cannot_be_described_on_a_gpu(dtype: torch.dtype) -> None:
     arguments = _narrowed(_case(2, 300, heads=4, head_dim=64, groups=2, states=128), dtype)
     arguments = {name: value.cuda() for name, value in arguments.items()}
-    for name in ("x", "B", "C", "dy"):
-        given = arguments[name]
-        arguments[name] = given.new_empty(given.numel() + 1)[1:].view(given.shape).copy_(given)
+    assert _is_described(arguments)
+    arguments |= {name: _shifted(arguments[name]) for name in ("x", "B", "C", "dy")}
+    assert not _is_described(arguments)
     _check_on_a_gpu(arguments, dtype)
 
 

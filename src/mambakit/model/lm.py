@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -17,7 +16,7 @@ from ..config import ModelConfig
 from .layers import Embedding, KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
-from .recompute import Recipes, Sums, value_of
+from .recompute import Recipes, Sums, keep, value_of
 from .state import LayerState, State
 
 EMBEDDING_STD = 0.02
@@ -78,14 +77,18 @@ class Block(nn.Module):
     def _norm_with_recipes(
         self, recipes: Recipes, hidden: Tensor, residual: Tensor, sums: Sums | None
     ) -> tuple[Tensor, Tensor]:
-        weight = self.norm.weight
-        total = sums.add(residual, hidden) if sums is not None else None
-        with total.in_place_of_any_like(residual) if total is not None else contextlib.nullcontext():
-            normed, residual = ops.rms_norm(hidden, weight, eps=self.eps, residual=residual)
-        if residual.dtype == torch.float32:  # a narrower sum was rounded after the norm had seen it
-            kept, dtype = total or residual.detach(), normed.dtype
+        def norm() -> tuple[Tensor, Tensor]:
+            return ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
+
+        if sums is not None:
+            normed, total, kept = sums.norm(norm, hidden, residual)
+        else:
+            normed, total = norm()
+            kept = keep(total)
+        if total.dtype == torch.float32:  # a narrower sum was rounded after the norm had seen it
+            weight, dtype = self.norm.weight, normed.dtype
             recipes.add(normed, lambda: ops.normalized(value_of(kept), weight, eps=self.eps, dtype=dtype))
-        return normed, residual
+        return normed, total
 
     def step(self, hidden: Tensor, residual: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:
         hidden, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)

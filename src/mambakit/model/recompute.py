@@ -11,8 +11,9 @@ add to it, which has half the bytes, and add it again.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from .state import LayerState
 
 BLOCKS_FOR_A_SUM = 4  # one of so many keeps the residual stream
 Mixed = tuple[Tensor, LayerState]
+Norm = Callable[[], tuple[Tensor, Tensor]]  # gives what is normed, and the sum
+Kept: TypeAlias = "Recipe | tuple[Tensor, int]"  # or a tensor, and its version then
 Mix = Callable[[Tensor, "Tensor | None", "LayerState | None", "Recipes | None"], Mixed]
 
 
@@ -40,7 +43,7 @@ class Recipe:
         return self, shape
 
     def value(self) -> Tensor:
-        """The tensor, for another recipe: held until a use that is counted comes by."""
+        """The tensor, for another recipe: held until a use that is counted comes by, or the graph goes."""
         if self._made is None:
             enabled, dtype = self._autocast
             with torch.no_grad(), torch.autocast(self._device_type, dtype, enabled):
@@ -54,37 +57,59 @@ class Recipe:
             self._made, self._left = None, self._uses
         return made.view(shape)
 
-    @contextlib.contextmanager
-    def in_place_of_any_like(self, made: Tensor) -> Iterator[None]:
-        """While open, what autograd would keep of this shape and dtype is this recipe: an operator keeps its own output
-        before anyone else has seen it."""
-        shape, dtype = made.shape, made.dtype  # autograd keeps the function, and all that it names
+    def stand_in(self, norm: Norm) -> tuple[Tensor, Tensor]:
+        """What `norm` gives. Of the sum, which this recipe makes, autograd keeps the recipe alone. An operator keeps
+        its own output before anyone else has seen it, so all is kept at first, and the sum is known by its memory."""
+        cells: list[list[Any]] = []
 
-        def pack(tensor: Tensor) -> Any:
-            return self.use(shape) if (tensor.shape, tensor.dtype) == (shape, dtype) else _kept(tensor)
+        def pack(tensor: Tensor) -> list[Any]:
+            cells.append([keep(tensor)])
+            return cells[-1]
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            yield
-
-
-def value_of(kept: Tensor | Recipe) -> Tensor:
-    return kept.value() if isinstance(kept, Recipe) else kept
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda cell: _unpack(cell[0])):
+            normed, total = norm()
+        for cell in cells:
+            tensor, _ = cell[0]
+            if _is_all_of(tensor, total):
+                cell[0] = self.use(tensor.shape)
+        cells.clear()  # autograd keeps the function, and all that it names
+        return normed, total
 
 
 class Sums:
-    """The residual stream of one forward pass: in which blocks it is kept, and how to make it in the others."""
+    """The residual stream of one forward pass, kept in one block of BLOCKS_FOR_A_SUM."""
 
     def __init__(self) -> None:
         self._blocks = 0
-        self._last: Recipe | None = None
+        self._made_by: Recipe | None = None  # the last sum, where it was not kept
+        self._last: Callable[[], Tensor | None] = lambda: None  # without holding it
+        self._version = 0
 
-    def add(self, residual: Tensor, hidden: Tensor) -> Recipe | None:
-        """How to make this block's sum again; None where it is kept. A hidden as wide would save nothing."""
-        kept = self._blocks % BLOCKS_FOR_A_SUM == 0 or hidden.element_size() >= residual.element_size()
+    def norm(self, norm: Norm, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Kept]:
+        """What a block's norm gives, and what its sum can be had from: itself, or a recipe. A hidden as wide as the sum
+        would save nothing."""
+        is_kept = self._blocks % BLOCKS_FOR_A_SUM == 0 or hidden.element_size() >= residual.element_size()
         self._blocks += 1
-        before, added = self._last or residual.detach(), hidden.detach()
-        self._last = None if kept else Recipe(residual, lambda: value_of(before) + added)
-        return self._last
+        if is_kept:
+            self._made_by = None
+            normed, total = norm()
+        else:
+            before, added = self._made_by if self._was_last(residual) else None, keep(hidden)
+            start: Kept = before or keep(residual)
+            self._made_by = Recipe(residual, lambda: value_of(start) + value_of(added))
+            normed, total = self._made_by.stand_in(norm)
+        self._last, self._version = weakref.ref(total), total._version
+        return normed, total, self._made_by or keep(total)
+
+    def _was_last(self, residual: Tensor) -> bool:
+        """Whether this is the last block's sum as it was: a hook may have put another in its place."""
+        last = self._last()
+        return last is not None and last._version == self._version and _is_all_of(residual, last)
+
+
+def value_of(kept: Kept) -> Tensor:
+    """Of what was kept, for a recipe."""
+    return kept.value() if isinstance(kept, Recipe) else _unpack(kept)
 
 
 class Recipes:
@@ -108,7 +133,7 @@ class Recipes:
     def _pack(self, tensor: Tensor) -> Any:
         made, recipe = self._known.get(tensor.untyped_storage().data_ptr(), (None, None))
         if made is None or recipe is None or not _is_all_of(tensor, made):
-            return _kept(tensor)
+            return keep(tensor)
         return recipe.use(tensor.shape)
 
 
@@ -133,8 +158,9 @@ def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
     )
 
 
-def _kept(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor.detach(), tensor._version  # a tensor with its history would hold its own node, for ever
+def keep(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor as it is now. With its history it would hold its own node, for ever."""
+    return tensor.detach(), tensor._version
 
 
 def _unpack(packed: Any) -> Tensor:
