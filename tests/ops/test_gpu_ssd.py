@@ -14,6 +14,7 @@ import torch
 from helpers import assert_close, ids_of, random_documents
 from torch import Tensor
 
+from mambakit import ops
 from mambakit.ops.ssd import ssd_chunked, ssd_reference, ssd_step
 
 pytest.importorskip("triton")
@@ -358,6 +359,7 @@ GPU_SIZES = [
     (2, 500, {"heads": 4, "head_dim": 64, "groups": 1, "states": 128}),
     (1, 300, {"heads": 6, "head_dim": 128, "groups": 2, "states": 64}),
     (2, 257, {"heads": 2, "head_dim": 32, "groups": 2, "states": 16}),
+    (1, 200, {"heads": 2, "head_dim": 256, "groups": 1, "states": 128}),
     (1, 200, {"heads": 3, "head_dim": 48, "groups": 1, "states": 40}),
     (2, 70, {"heads": 8, "head_dim": 20, "groups": 1, "states": 33}),
     (2, 200, {"heads": 2, "head_dim": 64, "groups": 1, "states": 256}),
@@ -378,6 +380,24 @@ def test_on_a_gpu(batch: int, length: int, sizes: dict[str, int], dtype: torch.d
     if packed:
         arguments["doc_ids"] = random_documents(batch, length)
     _check_on_a_gpu(arguments, dtype)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("head_dim", "states", "message"),
+    [
+        (264, 16, "heads of up to 256 channels, and those of x have 264"),
+        (64, 264, "256 states on this GPU, and B has 264"),
+    ],
+)
+def test_sizes_too_large_for_the_kernel_are_refused_or_handed_on(head_dim: int, states: int, message: str) -> None:
+    case = _case(1, 40, heads=2, head_dim=head_dim, groups=1, states=states, without="initial_state")
+    arguments = [case[name].cuda() for name in NAMES if case[name] is not None]
+    with ops.backend("triton"), pytest.raises(ValueError, match=message):
+        ops.ssd(*arguments)
+    with ops.backend("reference"):
+        expected, _ = ops.ssd(*arguments)
+    assert_close(ops.ssd(*arguments)[0], expected, 1e-5)
 
 
 @gpu

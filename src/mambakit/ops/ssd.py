@@ -31,7 +31,7 @@ from .selective_scan import positive_dt
 
 # Backward on a GPU has states and their gradients in shared memory: the most there is room for where there is much of
 # it, and the most there is room for everywhere.
-LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
+LARGEST_HEAD_ON_GPU, LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 256, 128
 
 
 def ssd(
@@ -160,8 +160,10 @@ def _check(
 
 
 def _choose(x: Tensor, B: Tensor) -> str:
-    states, unfit = B.shape[3], None
-    if x.device.type == "cuda" and states > LARGEST_STATE_ON_EVERY_GPU:
+    channels, states, unfit = x.shape[3], B.shape[3], None
+    if x.device.type == "cuda" and channels > LARGEST_HEAD_ON_GPU:
+        unfit = f"its kernel takes heads of up to {LARGEST_HEAD_ON_GPU} channels, and those of x have {channels}"
+    elif x.device.type == "cuda" and states > LARGEST_STATE_ON_EVERY_GPU:
         from .gpu.device import is_roomy
 
         most = LARGEST_STATE_ON_GPU if is_roomy(x.device) else LARGEST_STATE_ON_EVERY_GPU
