@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +89,51 @@ def test_compiled_call_still_refuses_decreasing_documents() -> None:
     ids = torch.tensor([[1, 0, 0]], dtype=torch.int32)
     with pytest.raises(ValueError, match="doc_ids falls from 1 to 0"):
         compiled(torch.zeros(1, 3, dtype=torch.long), doc_ids=ids)
+
+
+KERNELS_OF_A_GPU = """
+import importlib
+import torch, triton.runtime.interpreter as interpreter
+from helpers import small_model
+
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):  # as in test_gpu_ssd.py
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patched
+
+torch.manual_seed(0)
+model = small_model("mamba2", num_layers=3)
+tokens = torch.randint(0, 50, (2, 18))
+def gradients(recompute):
+    model.backbone.recompute = recompute
+    with torch.autocast("cpu", torch.float16):
+        output = model(tokens[:, :-1], targets=tokens[:, 1:])
+    return torch.autograd.grad(output.loss_sum, list(model.parameters()))
+
+expected = gradients("none")
+calls = 0
+for module, names in {"norm": ("_norm", "_norm_backward"), "ssd": ("_ssd", "_ssd_backward")}.items():
+    home = importlib.import_module("mambakit.ops." + module)
+    for name in names:
+        def kernel(*arguments, on_gpu=getattr(home, name + "_cuda")):
+            global calls
+            calls += 1
+            return on_gpu(*arguments)
+        getattr(home, name).register_kernel("cpu")(kernel)
+actual = gradients("none")
+assert calls == 20, calls  # forward and backward, of ssd three, and of norms two a layer and the last one
+for mine, theirs in zip(actual, expected, strict=True):
+    assert (mine - theirs).norm() <= 1e-2 * theirs.norm()
+assert all(torch.equal(mine, again) for mine, again in zip(actual, gradients("mixer"), strict=True))
+"""
+
+
+def test_kernels_of_a_gpu_behind_the_operators() -> None:
+    """In the interpreter, for tensors of a CPU: torch looks at what an operator returns, which kernels alone do not show.
+    In a process of its own, since what is registered stays."""
+    pytest.importorskip("triton")
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    found = subprocess.run([sys.executable, "-c", KERNELS_OF_A_GPU], capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr

@@ -17,8 +17,11 @@ from mambakit.training.run import train
 class Captured(GraphedPass):
     """Passes that are said to be captured, and go plainly."""
 
-    is_captured = True  # type: ignore[assignment]
     released = 0
+
+    @property
+    def is_captured(self) -> bool:
+        return True
 
     def __call__(self, *inputs: Any) -> Any:
         return self._plain(*inputs)

@@ -29,9 +29,10 @@ from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
-# Backward on a GPU has states and their gradients in shared memory: the most there is room for where there is much of
-# it, and the most there is room for everywhere.
-LARGEST_HEAD_ON_GPU, LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 256, 128
+# Backward on a GPU has all channels of a head in shared memory, and states with their gradients: of these the most that
+# there is room for where there is much of it, and the most that there is room for everywhere.
+LARGEST_HEAD_ON_GPU = 256
+LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
 
 
 def ssd(

@@ -114,7 +114,7 @@ class Tiles:
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks do not fit in registers, unless the tensor cores read their operands from shared memory.
             return cls(32, channels, _by(4, 3), _by(4, 2), _by(4, 2), _by(4, 2), {64: _by(4, 2)})
-        if not described:  # nor with 32 channels: of those, Triton 3.6 makes wrong code
+        if not described:  # and with 64 channels alone: of 32, read by address, Triton 3.6 makes wrong code
             return cls(64, channels, _by(4, 3, 168), _by(4, 3), _by(4, 2), _by(4, 3), {64: _by(4, 2)})
         forward = {32: _by(4, 3), 64: _by(4, 3)}
         return cls(64, channels, _by(4, 3, 168), _by(4, 3, 168), _by(4, 3), _by(4, 3), forward, described=True)
@@ -935,9 +935,10 @@ def backward(
         kinds = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
         dB, dC = (torch.empty(plan.parts, *B.shape, dtype=kind, device=device) for kind in kinds)
     per_channel = D is not None and D.dim() == 2
-    skips = D is not None and not per_channel
-    by_chunk = fp32(3, plan.batch * plan.chunks, plan.heads)  # what each chunk adds to dA, dD and ddt_bias
-    dD = fp32(plan.batch * plan.chunks, plan.heads, plan.head_dim) if per_channel else None  # in place of its row there
+    # What each chunk adds to dA, dD and ddt_bias. Apart, since an operator's results may share no memory.
+    dA = fp32(plan.batch * plan.chunks, plan.heads)
+    dD = fp32(plan.batch * plan.chunks, plan.heads, *(plan.head_dim,) * per_channel) if D is not None else None
+    ddt_bias = torch.empty_like(dA) if dt_bias is not None else None
     chunk = plan.tiles.chunk
     dproducts = fp32(plan.batch, plan.chunks, plan.groups, plan.parts * plan.pieces, chunk, chunk)
     sums, inside = fp32(2, plan.blocks, plan.plane), fp32(3, plan.plane)
@@ -960,7 +961,7 @@ def backward(
         _inside_kernel[(places, plan.groups * pieces)](
             *xs, *Bs, *Cs, *dys, firsts, times, plan.plane, dproducts, inside,
             plan.length, plan.chunks, plan.heads, plan.groups, pieces, plan.piece_heads,
-            **tile, SKIPS=skips, PRECISE=plan.tiles.precise, **plan.tiles.inside,
+            **tile, SKIPS=D is not None and not per_channel, PRECISE=plan.tiles.precise, **plan.tiles.inside,
         )  # fmt: skip
         _sent_kernel[(places, plan.groups * parts)](
             *xs, *Bs, *Cs, *dys, *_per_channel(D), firsts, times, plan.plane, _placed_states(dstates, tile), dproducts,
@@ -973,7 +974,7 @@ def backward(
         )  # fmt: skip
         _steps_kernel[(plan.batch * plan.chunks, _parts(plan.heads, HEADS_OF_A_TILE))](
             dt, *dt.stride(), _whole(dt_bias), _whole(A), times, sums, inside, passing,
-            ddt, by_chunk[0], by_chunk[1] if skips else None, by_chunk[2] if dt_bias is not None else None,
+            ddt, dA, None if per_channel else dD, ddt_bias,
             plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
             SOFTPLUS=dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
             PRECISE=plan.tiles.precise,
@@ -981,8 +982,8 @@ def backward(
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
     if into is not None and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
-    dA, dD_of_heads, ddt_bias = (of_chunks.sum(0) for of_chunks in by_chunk)  # results share no memory
-    found = dx, ddt, dA, dB, dC, dD.sum(0) if dD is not None else dD_of_heads, ddt_bias, dinitial
+    summed = [of_chunks.sum(0) if of_chunks is not None else None for of_chunks in (dA, dD, ddt_bias)]
+    found = dx, ddt, summed[0], dB, dC, *summed[1:], dinitial
     return tuple(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
         for grad, argument in zip(found, given, strict=True)
