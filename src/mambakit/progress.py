@@ -1,25 +1,120 @@
-"""What a person sees of long work: a bar on a terminal, plain lines elsewhere. All of it goes to standard error."""
+"""What a person sees of long work: a bar on a terminal, plain lines elsewhere. All of it goes to standard error.
+
+No work ends because nobody can read about it any more: what cannot be written is dropped.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 SECONDS_BETWEEN_LINES = 10.0
+# What moves a terminal's cursor, clears it or sets its title: C0 but newline and tab, DEL, and C1.
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters become U+FFFD."""
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
+
+
+def for_stdout(text: str) -> str:
+    """Text as it is for a program or file that reads standard output; printable for a terminal."""
+    return printable(text) if _is_terminal(sys.stdout) else text
 
 
 def console() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    """The terminal, or file, behind standard error."""
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # what a live display has put in its place leads back
+    return _Console(file=cast(TextIO, _Lenient(stream)), highlight=False, soft_wrap=True)
 
 
 def say(message: str) -> None:
     """A line for the person; not for programs, which read standard output."""
-    print(message, file=sys.stderr, flush=True)
+    stream = _Lenient(sys.stderr)
+    stream.write(printable(message) + "\n")
+    stream.flush()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+class _Console(Console):
+    """Codes of rich's own reach the terminal, those inside a text do not."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+class _Lenient:
+    """A stream that may fail: what cannot be written is dropped."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._failing() as stream:
+            if stream is not None:
+                try:
+                    stream.write(text)
+                except UnicodeEncodeError:
+                    stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._failing() as stream:
+            if stream is not None:
+                stream.flush()
+
+    def isatty(self) -> bool:
+        return _is_terminal(self._stream)
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError(errno.EBADF, "standard error is closed")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[TextIO | None]:
+        try:
+            yield self._stream
+        except ValueError:  # closed
+            self._stream = None
+        except OSError as error:
+            with contextlib.suppress(OSError, ValueError):
+                self._drop(for_good=error.errno in (errno.EPIPE, errno.EIO))  # the reader, or the terminal, is gone
+
+    def _drop(self, for_good: bool) -> None:
+        """Lead the stream to nowhere, so that what it holds does not fail again, in the next line or at exit."""
+        assert self._stream is not None
+        number = self._stream.fileno()
+        kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, number)
+            self._stream.flush()
+            if not for_good:
+                os.dup2(kept, number)
+        finally:
+            os.close(kept)
+            os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -33,14 +128,14 @@ def progress(what: str, total: float, unit: str, scale: float = 1.0) -> Iterator
     screen = console()
     if screen.is_terminal:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[rate]}", markup=False),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=screen, transient=False) as bar:
-            task = bar.add_task(what, total=total, rate="")
+            task = bar.add_task(printable(what), total=total, rate="")
 
             def advance(amount: float) -> None:
                 nonlocal done
