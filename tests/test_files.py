@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mambakit.files import (
     NoSpaceError,
     UserError,
     checksum,
+    is_intact,
     lock,
     new_folder,
     read_json,
@@ -54,6 +56,27 @@ with files.new_folder(Path(sys.argv[1])) as beside:
     if sys.argv[2] == "write":
         print("ready", flush=True)
         sys.stdin.read()
+"""
+
+# Takes the lock over and over, and removes the file while it has it, as who takes a folder of work away does.
+_LOCK_AND_REMOVE = """
+import os, sys, time
+from pathlib import Path
+from mambakit.files import LockedError, lock
+path, alone = Path(sys.argv[1]), Path(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+done, end = 0, time.monotonic() + 3
+while time.monotonic() < end:
+    try:
+        with lock(path):
+            os.close(os.open(alone, os.O_CREAT | os.O_EXCL))  # fails where another process has the lock too
+            alone.unlink()
+            path.unlink()
+            done += 1
+    except LockedError:
+        pass
+print(done)
 """
 
 
@@ -98,6 +121,26 @@ def test_a_lock_is_free_when_its_process_was_killed(tmp_path: Path) -> None:
         with lock(path):
             assert path.read_text() == f"process {os.getpid()}"
     assert path.read_text() == ""
+
+
+@posix
+def test_a_lock_is_held_by_one_even_where_its_file_is_removed(tmp_path: Path) -> None:
+    """Between opening a file and locking it, the one who held it may have removed it."""
+    command = [sys.executable, "-c", _LOCK_AND_REMOVE, str(tmp_path / "lock"), str(tmp_path / "alone")]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(4)
+        ]
+        for process in processes:
+            assert process.stdout and process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin
+            process.stdin.write("\n")
+            process.stdin.flush()
+        counts = [process.communicate(timeout=60)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    assert all(int(count) > 0 for count in counts)
 
 
 def test_a_lock_is_free_after_an_error(tmp_path: Path) -> None:
@@ -338,3 +381,75 @@ def test_a_checksum_is_that_of_sha256sum(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"abc")
     assert checksum(tmp_path / "b") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert checksum(tmp_path / "a") != checksum(tmp_path / "b")
+
+
+@pytest.fixture
+def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A file and its checksum, written a while ago."""
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SETTLED_SECONDS", 0.05)
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 3_000_000)
+    time.sleep(0.1)
+    return path, checksum(path)
+
+
+def _bytes_read(path: Path, sha256: str, **options: bool) -> int:
+    read: list[int] = []
+    assert is_intact(path, 3_000_000, sha256, advance=read.append, **options)
+    return sum(read)
+
+
+def test_a_file_is_read_once_to_see_that_it_is_intact(settled: tuple[Path, str]) -> None:
+    path, sha256 = settled
+    assert _bytes_read(path, sha256) == 3_000_000
+    assert _bytes_read(path, sha256) == 0
+    assert _bytes_read(path, sha256, again=True) == 3_000_000
+    assert not is_intact(path, 3_000_000, "0" * 64)
+    assert not is_intact(path, 2_999_999, sha256)
+    assert not is_intact(path.with_name("absent"), 3_000_000, sha256)
+    assert not is_intact(path.parent, path.parent.stat().st_size, sha256)
+
+
+@pytest.mark.parametrize("change", ["written", "set back", "replaced"])
+def test_a_file_that_was_changed_is_read_again(settled: tuple[Path, str], change: str) -> None:
+    """Of the same size, and with its old time of modification put back."""
+    path, sha256 = settled
+    assert is_intact(path, 3_000_000, sha256)
+    before = path.stat()
+    place = path if change != "replaced" else path.with_name("other")
+    if place != path:
+        place.write_bytes(path.read_bytes())
+    with place.open("r+b") as file:
+        file.seek(2_000_000)
+        file.write(b"y")
+    if change != "written":
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if place != path:
+        place.replace(path)
+    assert not is_intact(path, 3_000_000, sha256)
+    assert not is_intact(path, 3_000_000, sha256)
+
+
+def test_a_file_that_was_just_written_is_not_remembered(settled: tuple[Path, str]) -> None:
+    """A second change within the same tick of the clock would not show."""
+    path, sha256 = settled
+    path.touch()
+    assert _bytes_read(path, sha256) == 3_000_000
+    assert _bytes_read(path, sha256) == 3_000_000
+    time.sleep(0.1)
+    assert _bytes_read(path, sha256) == 3_000_000
+    assert _bytes_read(path, sha256) == 0
+
+
+@posix
+def test_a_memory_that_is_broken_or_cannot_be_kept_is_none(settled: tuple[Path, str], tmp_path: Path) -> None:
+    path, sha256 = settled
+    (tmp_path / "cache").write_text("no folder")
+    assert [_bytes_read(path, sha256) for _ in range(2)] == [3_000_000] * 2
+    (tmp_path / "cache").unlink()
+    assert _bytes_read(path, sha256) == 3_000_000
+    for memory in (tmp_path / "cache").rglob("*"):
+        if memory.is_file():
+            memory.write_bytes(memory.read_bytes()[:-1] + b"\xff")
+    assert [_bytes_read(path, sha256) for _ in range(2)] == [3_000_000, 0]

@@ -9,16 +9,19 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 LARGEST_JSON = 64 * 2**20
 BLOCK = 2**20
 STARTING_SECONDS = 3600  # a folder without a lock is about to be locked or renamed; older, it was abandoned
+SETTLED_SECONDS = 2  # a file changed twice within a tick of its disk's clock looks as if changed once
 
 
 class UserError(ValueError):
@@ -57,13 +60,72 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     sync(path.parent)
 
 
-def checksum(path: Path) -> str:
-    """sha256 of a file."""
+def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    """sha256 of a file; `advance` hears of how many bytes have been read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()
+
+
+def is_intact(
+    path: Path, size: int, sha256: str, *, again: bool = False, advance: Callable[[int], None] = lambda _: None
+) -> bool:
+    """Whether a file is the one that was written, by its size and checksum. A file is read once: that it was right is
+    remembered in the cache for as long as nothing has changed it since; `again` reads it all the same."""
+    try:
+        before = path.stat()
+    except OSError:
+        return False
+    if not stat.S_ISREG(before.st_mode) or before.st_size != size:
+        return False
+    if not again and was_intact(path, sha256):
+        return True
+    if checksum(path, advance) != sha256:
+        return False
+    remember_intact(path, before, sha256)
+    return True
+
+
+def was_intact(path: Path, sha256: str) -> bool:
+    """Whether a file is remembered to have this checksum, and has not been changed since."""
+    try:
+        return _memory_of(path).read_text(encoding="ascii") == _remembered(path.stat(), sha256)
+    except (OSError, UnicodeError):
+        return False
+
+
+def remember_intact(path: Path, before: os.stat_result, sha256: str) -> None:
+    """Keep the checksum of a file for `is_intact`. `before` is what `path.stat()` said before it was read: nothing is
+    kept of a file that was changed meanwhile, or so shortly before that a further change might not show."""
+    memory = _memory_of(path)
+    with contextlib.suppress(OSError):  # what cannot be kept is read again
+        changed = max(before.st_mtime, before.st_ctime)
+        if _remembered(path.stat(), sha256) != _remembered(before, sha256) or time.time() - changed < SETTLED_SECONDS:
+            return
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        beside = memory.with_name(f"{memory.name}.{os.getpid()}.{threading.get_ident()}")
+        beside.write_text(_remembered(before, sha256), encoding="ascii")
+        beside.replace(memory)
+
+
+def _memory_of(path: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
+    return cache_folder() / "intact" / name
+
+
+def _remembered(state: os.stat_result, sha256: str) -> str:
+    """Whoever writes to a file may set back its time of modification, but not that of the last change (ctime)."""
+    return f"{state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {sha256}"
+
+
+def cache_folder() -> Path:
+    """Where things that can be made again are kept: $MAMBAKIT_CACHE, or a folder of the user's cache."""
+    if given := os.environ.get("MAMBAKIT_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mambakit"
 
 
 def sync(path: Path) -> None:
@@ -162,10 +224,7 @@ class LockedError(UserError):
 @contextlib.contextmanager
 def lock(path: Path, *, is_shared: bool = False) -> Iterator[None]:
     """Hold a file's lock, alone or with others who share it. The kernel gives it back however the process ends."""
-    with path.open("a+", encoding="utf-8") as file:
-        if not _try_lock(file, is_shared):
-            file.seek(0)
-            raise LockedError(file.read().strip() or "another process")
+    with _locked(path, is_shared) as file:
         try:
             file.truncate(0)
             file.write(f"process {os.getpid()}")
@@ -174,6 +233,31 @@ def lock(path: Path, *, is_shared: bool = False) -> Iterator[None]:
         finally:
             with contextlib.suppress(OSError):
                 file.truncate(0)
+
+
+def _locked(path: Path, is_shared: bool) -> IO[str]:
+    """The open file, locked. Who held it before may have removed it between opening and locking: then it is nobody's
+    any more, and the one that has its name now counts."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            if not _try_lock(file, is_shared):
+                file.seek(0)
+                raise LockedError(file.read().strip() or "another process")
+            if _is_at(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(file: IO[str], is_shared: bool) -> bool:

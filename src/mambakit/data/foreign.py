@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import UserError, new_folder
+from ..files import UserError, cache_folder, new_folder
 from ..progress import progress, say
 from . import shards
-from .prepare import cache_folder, write_index
+from .prepare import write_index
 from .shards import LAYOUTS, SPLITS, Layout, Shard, ShardWriter, SplitCounts
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 

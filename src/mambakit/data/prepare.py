@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .. import __version__
-from ..files import LockedError, UserError, check_free, checksum, lock, new_folder, write_json
+from ..files import LockedError, UserError, cache_folder, check_free, checksum, lock, new_folder, write_json
 from ..progress import progress, say
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter
@@ -78,7 +78,7 @@ def prepare(
             plan = _plan(options, work)
             plan.do(options)
             index = _put_together(options, plan, beside)
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
     return index
 
 
@@ -243,7 +243,7 @@ def _work_folder(out: Path, *, is_shared: bool = False) -> Iterator[Path]:
             yield work
         except Exception:
             if not is_shared and not any(path.stat().st_size for path in work.glob("*/*.bin")):
-                shutil.rmtree(work, ignore_errors=True)
+                _remove(work)
                 for folder in made:
                     with contextlib.suppress(OSError):
                         folder.rmdir()
@@ -257,17 +257,28 @@ def _wait_for(work: Path, held: contextlib.ExitStack, is_shared: bool) -> None:
         try:
             work.mkdir(parents=True, exist_ok=True)
             held.enter_context(lock(work / ".lock", is_shared=is_shared))
+            return
         except LockedError as other:
             if not said:
                 say(f"{other} prepares the same; waiting for it")
                 said = True
             time.sleep(0.1)
-            continue
+        except FileNotFoundError:
+            continue  # the one who had it has just taken all away
         except OSError as problem:
             raise shards.ShardError(f"{work.parent} cannot be written in: {problem.strerror}") from None
-        if (work / ".lock").exists():
-            return
-        held.close()  # the one who had it has taken all away
+
+
+def _remove(work: Path) -> None:
+    """Take away the folder by whoever holds its lock: the lock last, since the next one begins when it is gone."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != ".lock":
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process has begun in it; Windows removes nothing that is open
+        (work / ".lock").unlink(missing_ok=True)
+        work.rmdir()
 
 
 def _list(name: str, leave_out: Path | None) -> Source:
@@ -455,10 +466,3 @@ def prepare_once(
             if not shards.is_shards(folder):  # made meanwhile by another process
                 raise
     return folder
-
-
-def cache_folder() -> Path:
-    """Where things that can be made again are kept: $MAMBAKIT_CACHE, or a folder of the user's cache."""
-    if given := os.environ.get("MAMBAKIT_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mambakit"
