@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model": (["generate", "empty", "--prompt", "a"], "config.json does not exist"),
     "no folder": (["evaluate", "nowhere", "--data", "mixed"], "nowhere is not a folder"),
     "command": (["trian"], "there is no command 'trian'; did you mean train?"),
-    "verify nothing": (["verify", "mixed"], "mixed is no shard folder, checkpoint or run"),
+    "verify what": (["verify"], "there is nothing to verify; name shard folders, checkpoints or runs"),
     "report nothing": (["report", "mixed"], "mixed holds no config.json"),
     "stream": (["generate", "empty", "--prompt", "a", "b", "--stream"], "--stream prints one text as it comes"),
 }  # fmt: skip
@@ -251,6 +251,12 @@ def test_verify_says_what_is_wrong_and_fails(shards: Path, tmp_path: Path, capsy
         file.write(b"\xff")
     assert main(["verify", str(copy)]) == 2
     assert "train-00000.bin differs from what was written" in capsys.readouterr().out
+
+
+def test_verify_looks_at_every_path(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "nothing"), str(shards)]) == 2
+    told = capsys.readouterr().out
+    assert "nothing is no shard folder, checkpoint or run" in told and f"{shards}: good" in told
 
 
 def test_the_report_shows_the_evaluation_that_was_made(run: Path, shards: Path) -> None:
@@ -379,8 +385,11 @@ def test_verify_survives_metrics_that_are_no_records(
         file.write(b"17\n\xff\xfe\n")
     (copy / "best.json").write_text('{"step": null}')
     assert main(["verify", str(copy)]) == 2
-    assert capsys.readouterr().out.count("is no record of a step") == 2
+    told = capsys.readouterr().out
+    assert told.count("is no record of a step") == 2 and "best.json does not say which step is the best" in told
     assert main(["generate", str(copy), "--prompt", "the", "--max-new-tokens", "1"]) == 0
+    told = capsys.readouterr().err
+    assert "best.json does not say which step is the best" in told and "using step_00000012 instead" in told
 
 
 def test_a_folder_of_text_with_an_index_of_its_own_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

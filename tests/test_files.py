@@ -295,10 +295,10 @@ def test_a_full_disk_is_told_as_such_and_leaves_nothing(tmp_path: Path, problem:
 
 
 def test_a_disk_that_was_full_before_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**options: Any) -> str:
+    def refuse(path: Path, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(NoSpaceError), new_folder(tmp_path / "a"):
         pass
 

@@ -18,11 +18,9 @@ from pydantic_core import PydanticUndefined
 from tyro.conf import Positional, UseAppendAction, arg
 
 from . import __version__
-from .config import SECTIONS, ConfigError, read_config, read_yaml, resolve, write_yaml
-from .files import UserError, is_full
+from .config import SECTIONS, ConfigError, read_config, read_yaml, write_yaml
+from .files import RunError, UserError, is_full
 from .progress import say
-
-STOPPED_AFTER_SAVING = 75
 
 
 def _flags() -> Any:
@@ -68,11 +66,17 @@ def _settings(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     layer: dict[str, Any] = {}
     for section, values in flags.items():
         for name, value in values.items():
-            layer.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else _value(value)
+            field = SECTIONS[section].model_fields.get(name)  # none for model.preset
+            given = list(value) if isinstance(value, tuple) else _value(value, field.annotation if field else str)
+            layer.setdefault(section, {})[name] = given
     return layer
 
 
-def _value(text: str) -> Any:
+def _value(text: str, annotation: Any) -> Any:
+    """What a flag's text means: itself for settings that are text, else as in a config file."""
+    parts = get_args(annotation) if get_origin(annotation) is not Literal else ()
+    if annotation is str or str in parts:
+        return None if text == "null" and type(None) in parts else text
     try:
         return read_yaml(text)
     except ValueError:
@@ -219,13 +223,18 @@ def train(
         {key: value for key, value in named.items() if value is not None},
         _settings(settings),
     ]
+    if resume is not None and (len(resume) > 1 or "" in resume):
+        raise ConfigError(f"--resume takes one checkpoint, not {len(resume)}: {' '.join(resume)!r}")
+    from .training.run import resolved, train_layers
+    from .training.stopping import STOPPED_AFTER_SAVING
+
     if write_config is not None:
-        write_config.write_text(write_yaml(resolve(*layers)), encoding="utf-8")
-        say(f"written to {write_config}; train with\n  mambakit train {write_config}")
+        if resume is not None:
+            raise ConfigError("--write-config writes the config of a new run; leave out --resume")
+        write_config.write_text(write_yaml(resolved(layers, init_from)), encoding="utf-8")
+        started = f" --init-from {init_from}" if init_from is not None else ""
+        say(f"written to {write_config}; train with\n  mambakit train {write_config}{started}")
         return 0
-    if resume is not None and len(resume) > 1:
-        raise ConfigError(f"--resume takes one checkpoint, not {len(resume)}: {' '.join(resume)}")
-    from .training.run import train_layers
 
     result = train_layers(
         layers, out=out, resume=(resume or [True])[0] if resume is not None else False, init_from=init_from
@@ -237,7 +246,7 @@ def train(
         })  # fmt: skip
     if result.stopped_by is not None:
         return STOPPED_AFTER_SAVING
-    say(f"done; try\n  mambakit generate {result.folder} --prompt TEXT\n  mambakit report {result.folder}")
+    say(f"try\n  mambakit generate {result.folder} --prompt TEXT\n  mambakit report {result.folder}")
     return 0
 
 
@@ -324,7 +333,7 @@ def generate(
       mambakit generate run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stream
       mambakit generate run --prompt "Dear" "Yours" --max-new-tokens 20 --stop "." --json
     """
-    from .checkpoint import load, native
+    from .checkpoint import load
     from .device import choose_device
 
     prompts = _flat(prompt)
@@ -332,7 +341,7 @@ def generate(
         raise ConfigError("there is nothing to go on from; give a text with --prompt")
     if stream and (json or len(prompts) > 1):
         raise ConfigError("--stream prints one text as it comes; leave out --json, and give one --prompt")
-    loaded = load(native.find(checkpoint))
+    loaded = load(checkpoint)
     loaded.model.to(choose_device(device))
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -405,12 +414,19 @@ def verify(
     """
     from .verify import verify as run
 
-    problems = {str(folder): list(run(folder)) for folder in path}
+    if not path:
+        raise ConfigError("there is nothing to verify; name shard folders, checkpoints or runs")
+    problems: dict[str, list[str]] = {}
+    for folder in path:
+        try:
+            problems[str(folder)] = list(run(folder))
+        except UserError as error:  # the others are looked at all the same
+            problems[str(folder)] = [str(error)]
     if json:
         _print_json(problems)
     else:
-        for folder, found in problems.items():
-            _print(f"{folder}: {'good' if not found else f'{len(found)} problems'}")
+        for name, found in problems.items():
+            _print(f"{name}: {'good' if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}")
             for problem in found:
                 _print(f"  {problem}")
     return 2 if any(problems.values()) else 0
@@ -530,19 +546,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"mambakit: {error}")
         return 2
+    except RunError as error:
+        say(f"mambakit: {error}")
+        return 1
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        say("mambakit: interrupted")
         return 130
     except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         say(f"mambakit: {error.filename}: {error.strerror}")
         return 2
     except OSError as error:
-        if not is_full(error):
-            raise
-        say(f"mambakit: {error.strerror}; what was saved before is whole. Make space, and run the command again "
-            "(mambakit train with --resume)")  # fmt: skip
+        place = f" ({error.filename})" if error.filename is not None else ""
+        mend = "Make space" if is_full(error) else "See to the disk"
+        say(f"mambakit: {error.strerror or error}{place}; what was saved before is whole. {mend}, and run the command "
+            "again (mambakit train with --resume)")  # fmt: skip
         return 1
 
 

@@ -304,11 +304,11 @@ class OptimConfig(Settings):
 class TrainConfig(Settings):
     """How long, in what steps, and what is looked at on the way."""
 
-    # The three ways to say how long a run is; exactly one is set.
+    # The three ways to say how long a run is; one at most is set, and one is chosen when the run begins if none is.
     LENGTHS: ClassVar[tuple[str, ...]] = ("steps", "tokens", "epochs")
 
     steps: int | None = Field(
-        None, ge=1, description="run length in optimizer steps; 100000 unless one of three is set"
+        None, ge=1, description="run length in optimizer steps; by data, model and device unless one of three is set"
     )
     tokens: int | None = Field(None, ge=1, description="run length in tokens")
     epochs: float | None = Field(None, gt=0, description="run length in passes over the data")
@@ -337,12 +337,9 @@ class TrainConfig(Settings):
     eval_batch_rows: int | None = Field(None, ge=1, description="rows evaluated at once; micro_batch_rows unless set")
     early_stop: int | None = Field(None, ge=1, description="stop after this many evaluations without a better loss")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_length(cls, values: Any) -> Any:
-        if isinstance(values, dict) and all(values.get(name) is None for name in cls.LENGTHS):
-            return {**values, "steps": 100_000}
-        return values
+    @property
+    def has_length(self) -> bool:
+        return any(getattr(self, name) is not None for name in self.LENGTHS)
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
@@ -352,6 +349,11 @@ class TrainConfig(Settings):
             problems.append(f"{' and '.join(given)} both say how long the run is; keep one")
         if self.early_stop is not None and self.eval_every == 0:
             problems.append("early_stop needs evaluations, but eval_every=0; set it, or remove early_stop")
+        if self.compile and self.recompute in ("light", "mixer"):
+            problems.append(
+                f"recompute={self.recompute} has no effect with compile=true, where torch decides what is kept; "
+                "use block, none or auto, or remove compile"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -8,10 +8,10 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +26,10 @@ SETTLED_SECONDS = 2  # a file changed twice within a tick of its disk's clock lo
 
 class UserError(ValueError):
     """A person's mistake, or something on their machine that only they can mend. Told in one message."""
+
+
+class RunError(RuntimeError):
+    """Work that cannot go on, by nobody's mistake in a command. Told in one message; the exit status is 1."""
 
 
 class NoSpaceError(OSError):
@@ -149,7 +153,8 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target)
-        beside = Path(tempfile.mkdtemp(prefix=_partial(target), dir=target.parent))
+        beside = target.parent / f"{_partial(target)}{secrets.token_hex(4)}"
+        beside.mkdir()  # open to whom the person's other folders are
         with contextlib.ExitStack() as held:
             held.enter_context(lock(beside / ".lock"))
             yield beside
@@ -157,7 +162,6 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
                 if not path.is_symlink():  # what it leads to is not ours
                     sync(path)
             sync(beside)
-            os.chmod(beside, 0o755)
             if os.name == "nt":
                 held.close()  # Windows neither removes nor renames what is open
             try:

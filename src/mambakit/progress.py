@@ -45,6 +45,20 @@ def say(message: str) -> None:
     stream.flush()
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is shown within the block."""
+    global _silent
+    _silent += 1
+    try:
+        yield
+    finally:
+        _silent -= 1
+
+
+_silent = 0  # how many such blocks are open
+
+
 def _is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty()
@@ -68,7 +82,7 @@ class _Lenient:
 
     def write(self, text: str) -> int:
         with self._failing() as stream:
-            if stream is not None:
+            if stream is not None and not _silent:
                 try:
                     stream.write(text)
                 except UnicodeEncodeError:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from .files import UserError
+from .files import UserError, read_json
 
 
 def verify(path: Path) -> Iterator[str]:
@@ -23,6 +23,11 @@ def verify(path: Path) -> Iterator[str]:
     elif (path / "checkpoints").is_dir():
         for folder in native.checkpoints(path):
             yield from native.verify(folder)
+        try:
+            native.best_step(path)
+            read_json(path / "config.json")
+        except UserError as error:
+            yield str(error)
         yield from _verify_metrics(path / "metrics.jsonl")
     else:
         raise UserError(

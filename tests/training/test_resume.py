@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,9 @@ def test_gradients_of_a_step_left_off_do_not_leak_into_the_next(shards: Path, tm
     runs = []
     original = loop_module.loop
 
-    def keep(run: Any) -> None:
+    def keep(run: Any) -> Iterator[dict[str, Any]]:
         runs.append(run)
-        original(run)
+        return original(run)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mambakit.training.run.loop", keep)

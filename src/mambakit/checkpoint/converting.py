@@ -14,15 +14,14 @@ FORMS = ("huggingface", "state-spaces", "native")
 
 def convert(source: str | Path, target: str | Path, to: str) -> None:
     """Write the model of a folder or run in another form. Weights keep their bits."""
-    folder = native.find(Path(source))
-    loaded = load(folder)
+    if to not in FORMS:
+        raise CheckpointError(f"a model cannot be written as {to!r}; choose one of {', '.join(FORMS)}")
+    loaded = load(native.find(Path(source), substitute=False))
     if to == "huggingface":
         huggingface.write(loaded.model, Path(target), tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
     elif to == "state-spaces":
-        state_spaces.write(loaded.model, Path(target))
-    elif to == "native":
+        state_spaces.write(loaded.model, Path(target), tokenizer=loaded.tokenizer)
+    else:
         with new_folder(Path(target), CheckpointError) as beside:
             huggingface.write_into(beside, loaded.model, loaded.tokenizer, loaded.end_tokens)
             native.write_manifest(beside)
-    else:
-        raise CheckpointError(f"a model cannot be written as {to!r}; choose one of {', '.join(FORMS)}")

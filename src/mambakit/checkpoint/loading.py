@@ -11,7 +11,7 @@ import torch
 
 from ..config import ModelConfig
 from ..model import MambaLM
-from . import huggingface, state_spaces
+from . import huggingface, native, state_spaces
 from .files import CheckpointError, read_json
 
 if TYPE_CHECKING:
@@ -67,12 +67,14 @@ class LoadedModel:
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Open a folder in Hugging Face's or state-spaces' form.
+    """Open a run, of which the best checkpoint is taken, or a folder in Hugging Face's or state-spaces' form.
 
-    Weights keep the dtype they are stored in unless `dtype` says otherwise; A_log, D and dt bias are fp32 always.
+    A checkpoint whose checksums do not hold is refused. Weights keep the dtype they are stored in unless `dtype` says otherwise; A_log, D and dt bias are fp32 always.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if folder.is_dir():
+        folder = native.find(folder)
+    else:
         raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json and the weights")
     values = read_json(folder / "config.json")
     if state_spaces.is_state_spaces(values):
@@ -103,6 +105,9 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path} is not a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # some files carry a length that a prompt would be cut or filled up to
+    tokenizer.no_padding()
+    return tokenizer

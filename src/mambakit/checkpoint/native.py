@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from ..files import checksum, new_folder, read_json, sync, write_json
+from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
+from ..progress import say
 from . import huggingface
 from .files import CheckpointError, read_weight_file, write_weights
 
@@ -88,6 +90,20 @@ def is_checkpoint(folder: Path) -> bool:
 
 def verify(folder: Path) -> Iterator[str]:
     """Read everything, and yield what is wrong with it, a line each."""
+    damaged = False
+    for problem in _verify_files(folder, lambda name: True, again=True):
+        damaged = True
+        yield problem
+    if not damaged:
+        yield from _verify_finite(folder)
+
+
+def verify_model(folder: Path) -> Iterator[str]:
+    """What is wrong with the files of the model, `train/` left aside. Checksums are computed once, and remembered."""
+    return _verify_files(folder, lambda name: Path(name).parts[0] != "train", again=False)
+
+
+def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -> Iterator[str]:
     try:
         manifest = read_json(folder / MANIFEST, CheckpointError)
     except CheckpointError as error:
@@ -99,20 +115,38 @@ def verify(folder: Path) -> Iterator[str]:
         return
     for name, expected in files.items():
         path = folder / name
-        if not isinstance(expected, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
+        if (
+            not isinstance(expected, dict)
+            or not Path(name).parts
+            or Path(name).is_absolute()
+            or ".." in Path(name).parts
+        ):
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
+        elif not counts(name):
+            continue
         elif not path.is_file():
             yield f"{path} is missing"
         elif path.stat().st_size != expected.get("bytes"):
             yield f"{path} has {path.stat().st_size} bytes; need {expected.get('bytes')}"
         else:
             try:
-                found = checksum(path)
+                intact = is_intact(path, expected["bytes"], str(expected.get("sha256")), again=again)
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror}"
                 continue
-            if found != expected.get("sha256"):
+            if not intact:
                 yield f"{path} differs from what was written: its checksum is not the manifest's"
+
+
+def _verify_finite(folder: Path) -> Iterator[str]:
+    """Weights with NaN or infinity were written as they were, but are of no use."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
+        if bad:
+            yield f"{path} holds weights that are not finite: {bad[0]}" + (
+                f" and {len(bad) - 1} more" if bad[1:] else ""
+            )
 
 
 def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:
@@ -176,19 +210,59 @@ def estimated_bytes(model: MambaLM) -> int:
     return 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) + 2**20
 
 
-def find(path: Path) -> Path:
-    """The model folder that `path` stands for: itself, or of a run its best checkpoint, else its newest good one."""
+def find(path: Path, *, substitute: bool = True) -> Path:
+    """The model folder that `path` stands for, verified: itself, or of a run its best checkpoint, else its newest.
+
+    Which checkpoint of a run is used is said. In place of a damaged one the newest good one is used, and that is said
+    too; without `substitute`, or where the damaged folder itself was named, it is an error.
+    """
     if not (path / "checkpoints").is_dir():
+        if is_checkpoint(path) and (problems := list(verify_model(path))):
+            raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
         return path
-    best = path / "best.json"
-    if best.is_file():
-        step = read_json(best, CheckpointError).get("step")
-        if isinstance(step, int) and folder_of(path, step).is_dir() and not list(verify(folder_of(path, step))):
-            return folder_of(path, step)
-    newest, _ = newest_good(path)
-    if newest is None:
+    chosen: Path | None
+    every = checkpoints(path)
+    if not every:
         raise CheckpointError(f"the run {path} has no checkpoint yet")
-    return newest
+    try:
+        chosen, why = _best_or_newest(path, every)
+        problems = list(verify_model(chosen))
+        damage = f"{chosen.name}, {why}, is damaged: {'; '.join(problems)}" if problems else ""
+    except CheckpointError as error:
+        chosen, damage = None, str(error)
+    if not damage and chosen is not None:
+        say(f"using {chosen.name}, {why}")
+        return chosen
+    good = next((folder for folder in every if folder != chosen and not list(verify_model(folder))), None)
+    if good is None:
+        raise CheckpointError(f"{damage}\nand {path} has no other checkpoint that is whole")
+    if not substitute:
+        raise CheckpointError(f"{damage}\nto take another checkpoint, name it, such as {good}")
+    say(f"{damage}\nusing {good.name} instead, the newest that is whole")
+    return good
+
+
+def _best_or_newest(run: Path, every: Sequence[Path]) -> tuple[Path, str]:
+    """The checkpoint that stands for a run, and why it does."""
+    best = best_step(run)
+    if best is None:
+        return every[0], f"the newest checkpoint of {run}"
+    step, loss = best
+    return folder_of(run, step), f"the best checkpoint of {run} (validation loss {loss:.4f})"
+
+
+def best_step(run: Path) -> tuple[int, float] | None:
+    """The step with the lowest validation loss, and that loss, where the run has noted one."""
+    path = run / "best.json"
+    if not path.is_file():
+        return None
+    values = read_json(path, CheckpointError)
+    step, loss = values.get("step"), values.get("loss")
+    if not isinstance(step, int) or not isinstance(loss, int | float):
+        raise CheckpointError(f"{path} does not say which step is the best")
+    if not folder_of(run, step).is_dir():
+        raise CheckpointError(f"{path} says that step {step} is the best, but its checkpoint is missing")
+    return step, float(loss)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

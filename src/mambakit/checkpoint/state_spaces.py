@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ..config import ConfigError, ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
 from .files import CheckpointError, build_model, read_json, read_weights
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # ssm_cfg keys that change the network, with the ModelConfig field each becomes.
 SHARED = {"d_state": "state_size", "d_conv": "conv_width", "expand": "expand", "bias": "bias", "conv_bias": "conv_bias"}
@@ -39,13 +42,15 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
     return build_model(config, read_weights(folder), folder, dtype)
 
 
-def write(model: MambaLM, folder: Path) -> None:
-    """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens."""
+def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None) -> None:
+    """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens, with the tokenizer beside it."""
     config = config_to_state_spaces(model.config)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with new_folder(Path(folder), CheckpointError) as beside:
         write_json(beside / "config.json", config)
         torch.save(weights, beside / "pytorch_model.bin")
+        if tokenizer is not None:
+            tokenizer.save(str(beside / "tokenizer.json"))
 
 
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:

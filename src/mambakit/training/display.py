@@ -24,6 +24,7 @@ class Display:
     def __init__(self, total_steps: int, first_step: int, log_every: int) -> None:
         self.total_steps, self.first_step, self.log_every = total_steps, first_step, log_every
         self.begin = time.monotonic()
+        self.first_done: float | None = None  # when the first step was: it compiles, and says little of those to come
         self.record: dict[str, Any] = {}
         self.last_eval: dict[str, Any] = {}
         self.smooth: dict[str, float] = {}
@@ -44,14 +45,25 @@ class Display:
                 self._live.update(self._table(), refresh=True)
                 self._live = None
 
-    def say(self, message: str) -> None:
+    def say(self, message: str | Text) -> None:
         if self._live:
             self._live.console.print(message, markup=False)
         else:
-            say(message)
+            say(str(message))
+
+    def stopping(self, signal_name: str) -> None:
+        """Answer a signal, from another thread than the one that trains."""
+        again = " Ctrl-C again ends at once, back to the last checkpoint." if signal_name == "SIGINT" else ""
+        self.say(f"{signal_name}: stopping after what is being computed, then saving.{again}")
+
+    def seconds(self) -> float:
+        """Since the run was opened."""
+        return time.monotonic() - self.begin
 
     def step(self, record: dict[str, Any]) -> None:
         self.record = record
+        if self.first_done is None:
+            self.first_done = time.monotonic()
         for key in ("loss", "bits_per_byte", "tokens_per_second", "mfu"):
             if isinstance(record.get(key), float):
                 self.smooth[key] = SMOOTHING * self.smooth.get(key, record[key]) + (1 - SMOOTHING) * record[key]
@@ -70,15 +82,24 @@ class Display:
         self.last_eval = record
         bits = record.get("bits_per_byte")
         more = f", {bits:.3f} bits per byte" if bits is not None else ""
-        self.say(f"step {record['step']}: validation loss {record['loss']:.4f}{more}")
+        self.say(f"step {record['step']:,}: validation loss {record['loss']:.4f}{more}")
 
     def sampled(self, record: dict[str, Any]) -> None:
-        self.say(f"step {record['step']}: sample\n{record['prompt']}{record['text']}\n")
+        """The prompt is bold on a terminal, and quoted elsewhere."""
+        if self._live:
+            self.say(
+                Text.assemble(f"step {record['step']:,}: sample\n", (record["prompt"], "bold"), record["text"], "\n")
+            )
+        else:
+            self.say(f"step {record['step']:,}: sample after {record['prompt']!r}:\n{record['text']}\n")
 
     def time_left(self) -> float | None:
+        """By the steps after the first, evaluations and checkpoints included; None until there is one."""
         step = int(self.record.get("step", self.first_step))
-        done = step - self.first_step
-        return (time.monotonic() - self.begin) / done * (self.total_steps - step) if done else None
+        done = step - self.first_step - 1
+        if self.first_done is None or done < 1:
+            return None
+        return (time.monotonic() - self.first_done) / done * (self.total_steps - step)
 
     def _cells(self) -> Iterator[tuple[str, str]]:
         """The figures, in words and units; those not known on this machine are left out."""

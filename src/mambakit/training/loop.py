@@ -24,10 +24,11 @@ from ..data.lanes import Range, lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
 from ..evaluate import score
-from ..files import UserError, replace_json
+from ..files import RunError, UserError, replace_json
 from ..generate import generate_text
 from ..measure import Moment, Numbers
 from ..model import MambaLM, State
+from . import history
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte, peak_memory
 from .optim import optimizer_tensors
@@ -94,6 +95,9 @@ class Run:
     carried: State | None = None  # (rows of a batch) with data.carry_state
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
     epoch_rows: int | None = None
+    changed: list[str] = dataclasses.field(default_factory=list)  # settings, since the checkpoint
+    has_trained: bool = False  # whether a step was taken since the run was opened
+    new_records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def stopped_early(self) -> bool:
@@ -106,8 +110,9 @@ class Run:
         return at_end and self.progress.looked_at == self.progress.step
 
 
-def loop(run: Run) -> None:
-    """Train to the end, or until told to stop; either way the last finished step is saved."""
+def loop(run: Run) -> Iterator[dict[str, Any]]:
+    """Train to the end, or until told to stop; either way the last finished step is saved. Gives each record of
+    metrics.jsonl when it is written; to leave off in between is to stop."""
     with run.stopper.listening(), run.display.shown():
         try:
             while True:
@@ -117,11 +122,23 @@ def loop(run: Run) -> None:
                 if run.is_done:
                     record_last_step(run)
                     tidy(run)
+                yield from _take_records(run)
+                if run.is_done:
                     return
                 step(run)
-        except StopRequested:
+        except (StopRequested, GeneratorExit):
             save(run)
             raise
+
+
+def _take_records(run: Run) -> list[dict[str, Any]]:
+    records, run.new_records = run.new_records, []
+    return records
+
+
+def _record(run: Run, record: dict[str, Any]) -> None:
+    run.metrics.write(record)
+    run.new_records.append(record)
 
 
 def step(run: Run) -> None:
@@ -197,6 +214,7 @@ def record_last_step(run: Run) -> None:
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
     flops = run.config.model.flops_per_token(training=True) * step.num_tokens
+    run.matmul_flops = max(run.matmul_flops, flops / seconds)  # it was measured while the machine was busy
     record: dict[str, Any] = {
         "type": "train",
         "step": step.progress.step,
@@ -210,8 +228,35 @@ def record_last_step(run: Run) -> None:
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device, run.pass_over.hidden_bytes),
     }
-    run.metrics.write(record)
+    if not run.has_trained:
+        _note_beginning(run, step.progress.step - 1)
+    _record(run, record)
     run.display.step(record)
+    # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
+    if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
+        raise _diverged(run, step.progress.step, f"the {'gradient' if math.isfinite(loss) else 'loss'} is")
+
+
+def _note_beginning(run: Run, step: int) -> None:
+    """The config on disk is that of the last step: it changes with the first one that is taken."""
+    replace_json(run.folder / "config.json", run.config.to_json())
+    history.note(run.folder, step, run.device, run.dtype, run.changed)
+    run.has_trained = True
+
+
+def _diverged(run: Run, step: int, what: str) -> RunError:
+    """What is told of a run whose numbers are no numbers any more; nothing of that is saved."""
+    saved = max(0, run.saved_step)
+    return RunError(
+        f"training diverged: {what} not finite at step {step:,}. Nothing was saved since step {saved:,}; go on from "
+        f"there with a lower learning rate (now {run.config.optim.lr:g}):\n"
+        f"  mambakit train --resume --out {run.folder} --optim.lr {run.config.optim.lr / 3:.1g}"
+    )
+
+
+def _check_weights(run: Run) -> None:
+    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+        raise _diverged(run, run.progress.step, "weights are")
 
 
 def _bits_per_byte(data: TokenStream | None, loss: float) -> float | None:
@@ -228,6 +273,7 @@ def look(run: Run) -> None:
     samples = _is_due(progress.step, config.track.sample_every, is_last)
     if evaluates or samples:
         record_last_step(run)
+        _check_weights(run)
     records = []
     if evaluates:
         records.append(_with_room(run, _evaluate))
@@ -235,7 +281,7 @@ def look(run: Run) -> None:
         records += _with_room(run, lambda run: list(_sample(run)))
     progress.looked_at = progress.step
     for record in records:
-        run.metrics.write(record)
+        _record(run, record)
         if record["type"] == "eval":
             run.display.evaluated(record)
             _note_best(run, record["loss"])
@@ -265,6 +311,8 @@ def _evaluate(run: Run) -> dict[str, Any]:
     batches = lanes(run.val_data, run.val_ranges, rows, run.config.data.sequence_length)
     result = score(run.model, batches, dtype=run.dtype, before_batch=run.stopper.check)
     run.display.doing("training")
+    if not math.isfinite(result.loss):
+        raise _diverged(run, run.progress.step, "the validation loss is")
     return {
         "type": "eval",
         "step": run.progress.step,
@@ -277,7 +325,7 @@ def _evaluate(run: Run) -> dict[str, Any]:
 
 def _note_best(run: Run, loss: float) -> None:
     progress = run.progress
-    if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
+    if progress.best_loss is None or loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.evaluations_without_gain = loss, progress.step, 0
     else:
         progress.evaluations_without_gain += 1
@@ -322,9 +370,10 @@ def save(run: Run) -> None:
     progress = run.progress
     if progress.step != run.saved_step:
         run.display.doing("saving")
+        _check_weights(run)
         folder = native.write(run.folder, progress.step, run.model, run.tokenizer, run.end_tokens, _state(run))
         run.saved_step = progress.step
-        run.display.say(f"step {progress.step}: saved in {folder}")
+        run.display.say(f"step {progress.step:,}: saved in {folder}")
         run.display.doing("training")
     tidy(run)
 

@@ -23,9 +23,13 @@ class MetricsFile:
         """Open the file, and take back what was written after its first `length` bytes."""
         found = path.stat().st_size if path.exists() else 0
         if found < length:
-            say(f"{path} has {found} bytes, but {length} were there when the checkpoint was made; going on after them")
+            say(
+                f"{path} has {found} bytes, but {length} were there when the checkpoint was made: records are lost; "
+                "going on after the last whole one"
+            )
+            length = _end_of_last_line(path, found)
         self._file = path.open("ab")
-        self._file.truncate(min(length, found))
+        self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -41,6 +45,20 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _end_of_last_line(path: Path, size: int) -> int:
+    """Where the last line that is whole ends, of the first `size` bytes."""
+    if not size:
+        return 0
+    with path.open("rb") as file:
+        while size:
+            begin = max(0, size - 2**16)
+            file.seek(begin)
+            if (at := file.read(size - begin).rfind(b"\n")) >= 0:
+                return begin + at + 1
+            size = begin
+    return 0
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product on this device: what MFU is measured against."""
+    """FLOP/s of a large matrix product on this device, at its fastest: what MFU is measured against."""
     size = 8192 if device.type == "cuda" else 1536
     rate = 2 * size**3 / _matmul_seconds(size, device, dtype)
     release_memory(device)  # what this took is no memory of the run
@@ -86,7 +104,7 @@ def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> floa
     left = torch.randn(size, size, device=device, dtype=torch.float32, generator=_own_generator(device)).to(dtype)
     # A GPU needs a while to come to its clock; a CPU is there at once.
     seconds = 0.25 if device.type == "cuda" else 0.0
-    return time_calls(lambda: left @ left, device, seconds=seconds, least=3).median
+    return min(time_calls(lambda: left @ left, device, seconds=seconds, least=3).seconds)
 
 
 def _own_generator(device: torch.device) -> torch.Generator:

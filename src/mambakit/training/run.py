@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,26 +19,31 @@ from torch import Tensor
 from ..checkpoint import CheckpointError, huggingface, load, native
 from ..checkpoint.loading import read_config as read_model_config
 from ..checkpoint.native import TrainState
-from ..config import UNKNOWN_VOCABULARY, ConfigError, RunConfig, read_config, resolve, write_yaml
+from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, OptimConfig, RunConfig, read_config, resolve
 from ..data.foreign import adopt, is_tokens
 from ..data.lanes import document_ranges
 from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
 from ..data.shards import TOKENIZER, TokenStream, is_shards, read_index
-from ..data.tokenize import same_tokenizer
+from ..data.tokenize import open_tokenizer, same_tokenizer
 from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from ..files import LockedError, UserError, lock, replace_json
+from ..measure import environment
 from ..model import LayerState, MambaLM, State
-from ..progress import say
+from ..progress import duration, say, silence
 from .display import Display
 from .loop import Progress, Run, loop, save, tidy
-from .metrics import MetricsFile, matmul_flops
+from .metrics import MetricsFile, bits_per_byte, matmul_flops
 from .optim import describe_groups, load_optimizer_tensors, make_optimizer
 from .passes import make_pass
-from .stopping import Stopper, StopRequested
+from .schedule import learning_rate
+from .sizing import cost, unsaid
+from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
+PARAMETERS = "parameters.txt"
+LARGEST_JUMP = 1.5  # of the learning rate on resume, before it is told
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
@@ -64,15 +69,41 @@ def train(
     out: str | Path | None = None,
     resume: bool | str | Path = False,
     init_from: str | Path | None = None,
+    quiet: bool = False,
 ) -> Result:
     """Train a model as `config` says, in the run folder `out`.
 
     `config` is a RunConfig, nested settings, or a file of them. `batches`, an iterable of your own, takes the loader's
-    place: each item is a `Batch`, a mapping with `tokens`, `targets` and if need be `doc_ids` and `loss_mask`, or a
-    tensor of L+1 tokens a row. `resume` goes on from the newest good checkpoint of `out`, or from the one named; where
-    there is none yet, the run starts. `init_from` starts with the weights of another model.
+    place: each item is a `Batch`, a mapping with `tokens`, `targets` and if need be `doc_ids` and `loss_mask`, or L+1
+    tokens a row, as a tensor, an array or lists. `resume` goes on from the newest good checkpoint of `out`, or from the
+    one named; where there is none yet, the run starts. `init_from` starts with the weights of another model. `quiet`
+    shows nothing of it.
     """
-    return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from)
+    with silence() if quiet else contextlib.nullcontext():
+        return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from)
+
+
+def training_steps(
+    config: ConfigLike,
+    batches: Iterable[Any] | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool | str | Path = False,
+    init_from: str | Path | None = None,
+    quiet: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval or sample.
+
+    To break out of the loop saves the run, as Ctrl-C does, which then goes on as KeyboardInterrupt.
+    """
+    with silence() if quiet else contextlib.nullcontext():
+        with _opened([_layer(config)], batches, out=out, resume=resume, init_from=init_from) as run:
+            yield from _train(run)
+    stopped_by = _result(run).stopped_by
+    if stopped_by == "SIGINT":
+        raise KeyboardInterrupt
+    if stopped_by is not None:
+        raise SystemExit(STOPPED_AFTER_SAVING)
 
 
 def _layer(config: ConfigLike) -> Mapping[str, Any]:
@@ -90,37 +121,106 @@ def train_layers(
     init_from: str | Path | None = None,
 ) -> Result:
     """`train`, with the config as layers of settings that are given, so that a resumed run knows which were not."""
+    with _opened(layers, batches, out=out, resume=resume, init_from=init_from) as run:
+        for _ in _train(run):
+            pass
+    return _result(run)
+
+
+def resolved(layers: list[Mapping[str, Any]], init_from: str | Path | None = None) -> RunConfig:
+    """The config that a new run would have, as far as it is known before text is prepared."""
+    if init_from is not None:
+        layers = [*_layers_of_model(native.find(Path(init_from), substitute=False)), *layers]
+    config = resolve(*layers)
+    folder = Path(config.data.path[0]) if config.data.path else None
+    if folder is None or not is_shards(folder):
+        return config
+    index = read_index(folder)
+    return resolve(unsaid(layers, index, choose_device(config.parallel.device)), *layers, vocab_size=index.vocab_size)
+
+
+@contextlib.contextmanager
+def _opened(
+    layers: list[Mapping[str, Any]], batches: Iterable[Any] | None, *, out: str | Path | None,
+    resume: bool | str | Path, init_from: str | Path | None,
+) -> Iterator[Run]:  # fmt: skip
+    """A run, locked and ready to train."""
     if out is None and resume:
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
+    if not str(out or "run").strip():
+        raise ConfigError("--out is empty; name a folder for the run")
     folder = Path(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     stored = _stored_layers(folder, resume)
     if resume and (native.checkpoints(folder) or not isinstance(resume, bool)):
         init_from = None  # the run has begun; its weights are in its checkpoints
-    layers = [*stored, *_layers_of_model(init_from), *layers]
+    source = native.find(Path(init_from), substitute=False) if init_from is not None else None
+    given, layers = layers, [*stored, *_layers_of_model(source), *layers]
     config = resolve(*layers)  # every mistake is told before anything is made or read
     if not config.data.path and batches is None:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
+    _check_used(given, config)
     choose_dtype(config.train.precision, choose_device(config.parallel.device))
     with _locked(folder):
-        run = _open(folder, layers, batches, resume, init_from)
+        run = _open(folder, layers, batches, resume, source, is_new=not stored)
         with contextlib.closing(run.metrics):
-            if init_from is not None:
+            if source is not None:
                 save(run)  # before the config, which says that there is a run: no seed makes these weights again
-            replace_json(folder / "config.json", run.config.to_json())
-            _finish(run)
-    return _result(run)
+            if not (folder / "config.json").exists():
+                replace_json(folder / "config.json", run.config.to_json())
+            yield run
 
 
-def _finish(run: Run) -> None:
+def _check_used(given: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
+    """A tokenizer has no effect on shards, which were made with one."""
+    typed = any(isinstance(layer.get("data"), Mapping) and "tokenizer" in layer["data"] for layer in given)
+    folder = Path(config.data.path[0]) if config.data.path else None
+    wanted = config.data.tokenizer
+    if not typed or folder is None or not is_shards(folder):
+        return
+    made_with = read_index(folder).tokenizer
+    if wanted in (made_with, DataConfig.model_fields["tokenizer"].default):
+        return
+    theirs = (folder / TOKENIZER).read_text(encoding="utf-8")
+    if wanted.startswith("train:") or not same_tokenizer(open_tokenizer(wanted).to_str(), theirs):
+        raise ConfigError(
+            f"data.tokenizer={wanted}, but the shards in {folder} were made with {made_with}; "
+            "remove it, or name the text itself with --data"
+        )
+
+
+def _train(run: Run) -> Iterator[dict[str, Any]]:
     if run.is_done and run.saved_step == run.progress.step:
         tidy(run)
-        say(f"the run is complete: {run.progress.step} steps")
+        say(
+            f"the run is complete: {run.progress.step:,} steps. To train on: --train.steps, or --init-from {run.folder}"
+        )
         return
     try:
-        loop(run)
+        yield from loop(run)
     except StopRequested:
-        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step}; go on with\n"
+        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n"
             f"  mambakit train --resume --out {run.folder}")  # fmt: skip
+    else:
+        _sum_up(run)
+
+
+def _sum_up(run: Run) -> None:
+    """What has come of it, after the last step."""
+    progress = run.progress
+    early = f"; ended early, after {run.config.train.early_stop} evaluations without gain" if run.stopped_early else ""
+    say(
+        f"trained to step {progress.step:,} in {duration(run.display.seconds())}, {progress.tokens:,} tokens in all{early}"
+    )
+    if progress.best_loss is not None:
+        bits = _validation_bits(run, progress.best_loss)
+        more = f", {bits:.3f} bits per byte" if bits is not None else ""
+        say(f"best validation loss {progress.best_loss:.4f}{more}, at step {progress.best_step:,}")
+    best = progress.best_step if run.config.checkpoint.keep_best and progress.best_step is not None else progress.step
+    say(f"the model: {native.folder_of(run.folder, best)}")
+
+
+def _validation_bits(run: Run, loss: float) -> float | None:
+    return bits_per_byte(loss, run.val_data.counts, run.val_data.index.vocab_size) if run.val_data else None
 
 
 def _result(run: Run) -> Result:
@@ -139,15 +239,23 @@ def _stored_layers(folder: Path, resume: bool | str | Path) -> list[Mapping[str,
     if not isinstance(resume, bool):
         return [native.read_state(Path(resume)).config]
     if (folder / "config.json").exists():
-        return [read_config(folder / "config.json")]
-    return [native.read_state(checkpoints[0]).config] if checkpoints else []
+        try:
+            stored = read_config(folder / "config.json")
+            if "model" not in stored:
+                raise ConfigError(f"{folder / 'config.json'} holds no settings of a run")
+            return [stored]
+        except ConfigError as error:
+            if not checkpoints:
+                raise
+            say(f"{error}; the settings are taken from the newest checkpoint")
+    chosen, _ = native.newest_good(folder) if checkpoints else (None, {})
+    return [native.read_state(chosen).config] if chosen else []
 
 
-def _layers_of_model(init_from: str | Path | None) -> list[Mapping[str, Any]]:
+def _layers_of_model(source: Path | None) -> list[Mapping[str, Any]]:
     """The settings that come with the weights to start from: the model's own, and its tokenizer for text."""
-    if init_from is None:
+    if source is None:
         return []
-    source = native.find(Path(init_from))
     model = read_model_config(source).model_dump()
     tokenizer = source / TOKENIZER
     return [{"model": model} | ({"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {})]
@@ -176,15 +284,22 @@ def _open(
     layers: list[Mapping[str, Any]],
     batches: Iterable[Any] | None,
     resume: bool | str | Path,
-    init_from: str | Path | None,
+    init_from: Path | None,
+    *,
+    is_new: bool,
 ) -> Run:
     checkpoint = _find_checkpoint(folder, resume)
     state = native.read_state(checkpoint) if checkpoint else None
-    data = _open_data(resolve(*layers), folder) if resolve(*layers).data.path else None
-    if data:  # where the shards are, so that a resumed run finds them although the text has changed since
-        layers = [*layers, {"data": {"path": [str(data.absolute())]}}]
-    config = resolve(*layers, vocab_size=read_index(data).vocab_size if data else None)
+    config = resolve(*layers)
     device = choose_device(config.parallel.device)
+    data = _open_data(config, folder) if config.data.path else None
+    if data:
+        index = read_index(data)
+        if is_new:
+            layers = [unsaid(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
+        # Where the shards are, so that a resumed run finds them although the text has changed since.
+        layers = [*layers, {"data": {"path": [str(data.absolute())]}}]
+        config = resolve(*layers, vocab_size=index.vocab_size)
     dtype = choose_dtype(config.train.precision, device)
     if config.parallel.threads:
         torch.set_num_threads(config.parallel.threads)
@@ -210,6 +325,7 @@ def _open(
     _make_room(folder, checkpoint, state)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    display = Display(total_steps, progress.step, config.track.log_every)
     run = Run(
         folder=folder,
         config=config,
@@ -236,14 +352,17 @@ def _open(
         total_steps=total_steps,
         matmul_flops=matmul_flops(device, dtype),
         metrics=MetricsFile(folder / "metrics.jsonl", state.values["metrics_bytes"] if state else 0),
-        display=Display(total_steps, progress.step, config.track.log_every),
-        stopper=Stopper(),
+        display=display,
+        stopper=Stopper(display.stopping),
         progress=progress,
         carried=_carried(state, device) if state else None,
-        saved_step=progress.step if checkpoint and checkpoint.parent.parent == folder else -1,
+        saved_step=progress.step if checkpoint and _is_of(checkpoint, folder) else -1,
         epoch_rows=loader.epoch_rows if loader else None,
+        changed=resolve(state.config).differences(config) if state else [],
     )
-    _introduce(run, checkpoint, state)
+    _introduce(run, checkpoint)
+    if state:
+        _warn_of_jump(run, _total_steps(resolve(state.config), loader, progress), resolve(state.config).optim)
     if state:
         if state.values["scaler"]:  # empty after a run without one
             run.scaler.load_state_dict(state.values["scaler"])
@@ -283,16 +402,21 @@ def _find_checkpoint(folder: Path, resume: bool | str | Path) -> Path | None:
 def _make_room(folder: Path, checkpoint: Path | None, state: TrainState | None) -> None:
     """Move checkpoints newer than the one to go on from, bad or not, out of the way of those to come; a run that
     branches off another one takes that one's metrics along."""
-    last = native.step_of(checkpoint) if checkpoint else -1
+    last = state.values["step"] if state else -1
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
     if place := native.set_aside(folder, newer):
         say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
         if (folder / "metrics.jsonl").exists():
             shutil.copy2(folder / "metrics.jsonl", place)
-    if checkpoint and state and checkpoint.parent.parent != folder:
+    if checkpoint and state and not _is_of(checkpoint, folder):
         before = checkpoint.parent.parent / "metrics.jsonl"
-        if before.is_file():
+        if checkpoint.parent.name == "checkpoints" and before.is_file():
             (folder / "metrics.jsonl").write_bytes(before.read_bytes()[: state.values["metrics_bytes"]])
+
+
+def _is_of(checkpoint: Path, run: Path) -> bool:
+    """Whether a checkpoint is one of the run's, by the name that it was saved under."""
+    return checkpoint in native.checkpoints(run)
 
 
 def _open_data(config: RunConfig, folder: Path) -> Path:
@@ -322,11 +446,11 @@ def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
 
 
 def _build_model(
-    config: RunConfig, checkpoint: Path | None, init_from: str | Path | None, tokenizer: Tokenizer | None
+    config: RunConfig, checkpoint: Path | None, init_from: Path | None, tokenizer: Tokenizer | None
 ) -> MambaLM:
     torch.manual_seed(config.train.seed)
     model = MambaLM(config.model)
-    source = checkpoint or (native.find(Path(init_from)) if init_from is not None else None)
+    source = checkpoint or init_from
     if source is None:
         return model
     loaded = huggingface.read(source, torch.float32) if checkpoint else load(source, dtype=torch.float32).model
@@ -409,19 +533,38 @@ def _own_batches(batches: Iterable[Any], skip: int) -> Iterator[Batch]:
 
 
 def as_batch(value: Any) -> Batch:
-    """A batch of one's own: `Batch`, a mapping of tensors, or (B, L+1) tokens."""
+    """A batch of one's own: `Batch`, a mapping, or (B, L+1) tokens; tensors, arrays or lists."""
     if isinstance(value, Batch):
         return value
-    if isinstance(value, Tensor):
-        value = {"tokens": value[:, :-1], "targets": value[:, 1:]}
-    tokens = value["tokens"]
+    if not isinstance(value, Mapping):
+        rows = _tensor(value, torch.int64)
+        value = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    given = {name: _tensor(value[name], dtype) for name, dtype in BATCH_DTYPES.items() if value.get(name) is not None}
+    if missing := [name for name in ("tokens", "targets") if name not in given]:
+        raise UserError(f"a batch has no {' and no '.join(missing)}; give both, or rows of L+1 tokens")
+    tokens = given["tokens"]
     return Batch(
         tokens,
-        value["targets"],
-        value.get("doc_ids", torch.zeros(tokens.shape, dtype=torch.int32)),
-        value.get("loss_mask", torch.ones(tokens.shape, dtype=torch.bool)).to(torch.bool),
-        value.get("carries", torch.zeros(tokens.shape[0], dtype=torch.bool)),
+        given["targets"],
+        given.get("doc_ids", torch.zeros(tokens.shape, dtype=torch.int32)),
+        given.get("loss_mask", torch.ones(tokens.shape, dtype=torch.bool)),
+        given.get("carries", torch.zeros(tokens.shape[0], dtype=torch.bool)),
     )
+
+
+BATCH_DTYPES = {
+    "tokens": torch.int64, "targets": torch.int64, "doc_ids": torch.int32, "loss_mask": torch.bool, "carries": torch.bool
+}  # fmt: skip
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"a batch is no rows of equal length: {error}") from None
+    if found.dim() == 0 or (dtype == torch.int64 and (found.dim() != 2 or found.is_floating_point())):
+        raise UserError(f"a batch has {found.dtype} of shape {tuple(found.shape)}; need rows of token ids, (B, L+1)")
+    return found.to(dtype)
 
 
 def _carried(state: TrainState, device: torch.device) -> State | None:
@@ -432,21 +575,45 @@ def _carried(state: TrainState, device: torch.device) -> State | None:
     return State(tuple(layers)) if layers else None
 
 
-def _introduce(run: Run, checkpoint: Path | None, state: TrainState | None) -> None:
-    """What this run is, before it begins."""
-    say(write_yaml(run.config).rstrip())
-    for line in describe_groups(run.model, run.config.optim):
-        say(line)
-    if run.train_data:
-        counts = run.train_data.counts
-        say(f"data: {counts.tokens:,} tokens in {counts.documents:,} documents to train on, "
-            f"{run.val_data.counts.tokens if run.val_data else 0:,} tokens held out")  # fmt: skip
+def _introduce(run: Run, checkpoint: Path | None) -> None:
+    """What this run is and what it will take, before it begins. All settings are in its folder."""
+    config = run.config
+    (run.folder / PARAMETERS).write_text("\n".join(describe_groups(run.model, config.optim)) + "\n", encoding="utf-8")
+    name = run.device if run.device.type == "cpu" else environment(run.device)["device"]["name"]
     say(
-        f"{run.config.model.kind} with {run.config.model.num_parameters():,} parameters on {run.device}, "
-        f"{str(run.dtype).removeprefix('torch.')}; {run.total_steps:,} steps of {run.config.batch_rows} rows x "
-        f"{run.config.data.sequence_length} tokens, {run.config.micro_batch_rows} rows at once"
+        f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
+        f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
     )
-    if checkpoint and state:
-        for line in resolve(state.config).differences(run.config):
+    if run.train_data:
+        counts, held_out = run.train_data.counts, run.val_data.counts.tokens if run.val_data else 0
+        say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
+    say(
+        f"steps of {config.train.batch_tokens:,} tokens: {config.batch_rows} rows of {config.data.sequence_length}, "
+        f"{config.micro_batch_rows} at once; learning rate {config.optim.lr:g}, {config.optim.schedule}"
+    )
+    left = run.total_steps - run.progress.step
+    ahead = cost(config, left, run.epoch_rows, run.device, run.dtype, run.matmul_flops)
+    say(f"{'ahead' if checkpoint else 'in all'}: {ahead}")
+    for warning in ahead.warnings():
+        say(f"note: {warning}")
+    say(f"all settings: {run.folder / 'config.json'}, all parameters: {run.folder / PARAMETERS}")
+    if checkpoint:
+        for line in run.changed:
             say(f"changed since the checkpoint: {line}")
-        say(f"going on from {checkpoint} at step {run.progress.step}")
+        say(f"going on from {checkpoint} at step {run.progress.step:,}")
+
+
+def _warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None:
+    """A run that is made longer goes back up its schedule, and may unlearn what its last steps have brought."""
+    step, optim = run.progress.step, run.config.optim
+    if step == 0 or not steps_before < run.total_steps:
+        return
+    before = learning_rate(step, steps_before, optim_before)
+    after = learning_rate(step + 1, run.total_steps, optim)
+    if after > LARGEST_JUMP * before:
+        say(
+            f"note: the learning rate goes up from {before:.2g} to {after:.2g} at step {step + 1:,}, since the schedule "
+            f"now ends at step {run.total_steps:,}. To go on at the low rate, stop now and add\n"
+            f"  --optim.schedule constant --optim.warmup-steps 0 --optim.lr {before:.2g}\n"
+            f"(next time, --optim.schedule wsd makes a run that can be made longer before its rate decays)"
+        )

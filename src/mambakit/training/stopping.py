@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
+STOPPED_AFTER_SAVING = 75  # the exit status
 SECONDS_BEFORE_FORCE = 1.0
+# Ctrl-C; a scheduler's end; a closed terminal; what Slurm sends ahead of the end (--signal=USR1@60). Windows has two.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopRequested(Exception):  # noqa: N818 - no error: someone asked
@@ -17,11 +21,16 @@ class StopRequested(Exception):  # noqa: N818 - no error: someone asked
 
 
 class Stopper:
-    """Asked by Ctrl-C or a termination signal. A second Ctrl-C, by a person who waited, ends the process at once."""
+    """Asked by Ctrl-C or another signal. A second Ctrl-C, by a person who waited, ends the process at once.
 
-    def __init__(self) -> None:
+    Python runs handlers only between two of its own instructions, and one call into torch may take a minute. `answer`
+    is called with the signal's name from another thread, which the kernel wakes, and so at once.
+    """
+
+    def __init__(self, answer: Callable[[str], None] = lambda name: None) -> None:
         self.signal_name: str | None = None
         self._asked_at = 0.0
+        self._answer = answer
 
     def check(self) -> None:
         if self.signal_name is not None:
@@ -29,16 +38,44 @@ class Stopper:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals within the block. Only the main thread may; elsewhere the caller's own handling stays."""
+        """Handle signals within the block. Only the main thread may; elsewhere the caller's own handling stays. A
+        signal that the process was started to ignore, as nohup does with SIGHUP, stays ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        with self._answering():
+            before = {number: signal.signal(number, self._handle) for number in handled}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        if os.name == "nt":  # which writes to sockets alone
+            yield
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        thread = threading.Thread(target=self._answer_first, args=(reading,), name="signals", daemon=True)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        thread.start()
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            os.close(writing)  # which ends the thread
+            thread.join()
+            os.close(reading)
+
+    def _answer_first(self, reading: int) -> None:
+        answered = False
+        while number := os.read(reading, 1):
+            if number[0] in SIGNALS and not answered:
+                answered = True
+                self._answer(signal.Signals(number[0]).name)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:

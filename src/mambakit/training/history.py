@@ -1,0 +1,46 @@
+"""history.jsonl: from which step on a run was computed where and with what, and which settings changed there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import sync
+from ..measure import environment
+
+NAME = "history.jsonl"
+
+
+def note(run: Path, step: int, device: torch.device, dtype: torch.dtype, changed: list[str]) -> None:
+    """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped."""
+    about = environment(device)
+    line = {
+        "step": step,
+        "time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "device": about["device"]["name"],
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": about["versions"],
+        "changed": changed,
+    }
+    kept = [other for other in _read(run / NAME) if other["step"] < step]
+    beside = run / f".{NAME}.{os.getpid()}"
+    beside.write_text("".join(json.dumps(each) + "\n" for each in [*kept, line]), encoding="utf-8")
+    sync(beside)
+    beside.replace(run / NAME)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    found = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and isinstance(line.get("step"), int):
+                    found.append(line)
+    return found

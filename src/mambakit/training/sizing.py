@@ -1,0 +1,156 @@
+"""What is not said about a run is chosen by its data and its device, and what a run will cost is told before it begins.
+
+A run is as long as the least of three: TOKENS_PER_PARAMETER, beyond which a model of this size learns little more;
+MOST_EPOCHS, beyond which text is learned by heart; and FLOPS, what the device does while a person waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import RunConfig, TrainConfig, resolve
+from ..data.shards import Index
+from ..device import choose_recompute
+from ..presets import RECIPES
+from ..progress import duration
+
+TOKENS_PER_PARAMETER = 20
+MOST_EPOCHS = 10
+# About twenty minutes of two cores of a laptop, and about an hour of a large GPU.
+FLOPS = {"cpu": 1e14, "cuda": 1e18}
+FLOPS_ELSEWHERE = 1e16
+HOUSE_SIZES = ("tiny", "small", "medium", "large")  # a CPU always takes the first
+SHORT_RUN_STEPS = 1000  # of the usual batch: a shorter run makes more of smaller ones
+WIDEST_AT_HIGH_RATE = 256  # d_model up to which a short run's learning rate is the laptop recipe's
+
+# Of the matrix rate that a training step comes to, for want of a measurement.
+USUAL_MFU = 0.3
+# Bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
+KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}
+STATE_BYTES = 16  # of a parameter: weight, gradient, AdamW's two averages
+PROCESS_BYTES = {"cpu": 0.4e9, "cuda": 0.6e9}
+
+LONG_SECONDS = 86400.0
+
+
+def unsaid(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, Any]:
+    """Settings for what no layer gives: the model, the length of the run, and how a short one is trained."""
+    found: dict[str, Any] = {}
+    train_tokens = index.counts["train"].tokens
+    if not _gives(layers, "model"):
+        found["model"] = _house_size(layers, index, device)
+    if "recipe" in {name for layer in layers for name in layer}:
+        return found | _length(resolve(found, *layers, vocab_size=index.vocab_size), train_tokens, device)
+    config = resolve(found, *layers, vocab_size=index.vocab_size)
+    says_how = any(_gives(layers, *place) for place in HOW_TO_TRAIN)
+    if not config.train.has_length and not says_how:
+        tokens = _tokens(config, train_tokens, device)
+        if tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
+            found |= _short(config)
+            config = resolve(found, *layers, vocab_size=index.vocab_size)
+    length = _length(config, train_tokens, device)
+    return {**found, "train": {**found.get("train", {}), **length["train"]}} if length else found
+
+
+HOW_TO_TRAIN = (("optim",), ("train", "batch_tokens"), ("data", "sequence_length"))
+
+
+def _gives(layers: Sequence[Mapping[str, Any]], section: str, name: str | None = None) -> bool:
+    for layer in layers:
+        value = layer.get(section)
+        if name is not None:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        elif section == "model" and isinstance(value, Mapping):  # which may give its dropout alone
+            value = any(value.get(key) is not None for key in ("preset", "kind", "d_model", "num_layers"))
+        if value:
+            return True
+    return False
+
+
+def _house_size(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, str]:
+    """The largest that the data can teach."""
+    chosen = HOUSE_SIZES[0]
+    for name in HOUSE_SIZES if device.type != "cpu" else ():
+        model = resolve({"model": {"preset": name}}, *layers, vocab_size=index.vocab_size).model
+        if TOKENS_PER_PARAMETER * model.num_parameters() <= MOST_EPOCHS * index.counts["train"].tokens:
+            chosen = name
+    return {"preset": chosen}
+
+
+def _tokens(config: RunConfig, train_tokens: int, device: torch.device) -> int:
+    flops = FLOPS.get(device.type, FLOPS_ELSEWHERE)
+    return min(
+        TOKENS_PER_PARAMETER * config.model.num_parameters(),
+        MOST_EPOCHS * train_tokens,
+        int(flops / config.model.flops_per_token(training=True)),
+    )
+
+
+def _length(config: RunConfig, train_tokens: int, device: torch.device) -> dict[str, Any]:
+    if config.train.has_length:
+        return {}
+    return {"train": {"steps": max(1, _tokens(config, train_tokens, device) // config.train.batch_tokens)}}
+
+
+def _short(config: RunConfig) -> dict[str, Any]:
+    """The laptop recipe but for its length: small batches, since steps are what there is least of."""
+    recipe = {section: dict(values) for section, values in RECIPES["laptop"].items()}
+    recipe["train"] = {name: value for name, value in recipe["train"].items() if name not in TrainConfig.LENGTHS}
+    if config.model.d_model > WIDEST_AT_HIGH_RATE:
+        recipe["optim"] = {"lr": 1e-3, "min_lr": 1e-5}
+    return recipe
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run will take, about."""
+
+    steps: int
+    tokens: int
+    epochs: float | None
+    seconds: float
+    memory_bytes: float
+
+    def __str__(self) -> str:
+        epochs = f" ({self.epochs:.3g} epochs)" if self.epochs is not None else ""
+        return (
+            f"{self.steps:,} steps, {self.tokens:,} tokens{epochs}, about {duration(self.seconds)}, "
+            f"about {self.memory_bytes / 2**30:.1f} GiB of memory"
+        )
+
+    def warnings(self) -> list[str]:
+        found = []
+        shorter = "set a shorter --train.tokens, --train.epochs or --train.steps"
+        if self.seconds > LONG_SECONDS:
+            found.append(f"this will take days on this machine; {shorter}, or a smaller --model")
+        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+            found.append(f"each text will be read {self.epochs:.0f} times, so that it is learned by heart; {shorter}")
+        return found
+
+
+def cost(
+    config: RunConfig, steps: int, epoch_rows: int | None, device: torch.device, dtype: torch.dtype, flops: float
+) -> Cost:
+    """The cost of so many steps, on a device that multiplies matrices at this rate."""
+    tokens = steps * config.batch_rows * config.data.sequence_length
+    return Cost(
+        steps,
+        tokens,
+        steps * config.batch_rows / epoch_rows if epoch_rows else None,
+        tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU,
+        _memory_bytes(config, device, dtype),
+    )
+
+
+def _memory_bytes(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+    kept = KEPT_BYTES[choose_recompute(config.train.recompute, device)] * (2 if dtype == torch.float32 else 1)
+    rows_tokens = config.micro_batch_rows * config.data.sequence_length
+    return (
+        PROCESS_BYTES.get(device.type, 0.4e9)
+        + STATE_BYTES * config.model.num_parameters()
+        + rows_tokens * config.model.num_layers * config.model.d_model * kept
+    )
