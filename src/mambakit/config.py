@@ -162,6 +162,10 @@ class ModelConfig(Settings):
             if getattr(self, name) != type(self).model_fields[name].default
         ]
 
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, with the two names that peft asks any model's config for."""
+        return {**self.model_dump(), "model_type": "mambakit", "tie_word_embeddings": self.tie_embeddings}
+
     @property
     def d_inner(self) -> int:
         return self.expand * self.d_model

@@ -36,6 +36,21 @@ class NoSpaceError(OSError):
     """The disk is full. What was being written is gone; what was there before is not."""
 
 
+def pip_command(extra: str) -> str:
+    """What installs an extra: from the checkout that mambakit was installed from, where it was, else by its name."""
+    import importlib.metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    place = "mambakit"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, AttributeError):
+        origin = json.loads(importlib.metadata.distribution("mambakit").read_text("direct_url.json") or "{}")
+        url = str(origin.get("url", ""))
+        if "dir_info" in origin and url.startswith("file://"):
+            place = url2pathname(urlsplit(url).path)
+    return f"pip install '{place}[{extra}]'"
+
+
 def read_json(path: Path, error: type[ValueError] = UserError) -> dict[str, Any]:
     """A JSON object from a file of sane size."""
     if not path.is_file():

@@ -144,9 +144,8 @@ def _verify_finite(folder: Path) -> Iterator[str]:
         with safe_open(path, "pt") as file:
             bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
         if bad:
-            yield f"{path} holds weights that are not finite: {bad[0]}" + (
-                f" and {len(bad) - 1} more" if bad[1:] else ""
-            )
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            yield f"{path} holds weights that are not finite: {bad[0]}{more}"
 
 
 def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:

@@ -105,5 +105,6 @@ _absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _announce(op: str, device_type: str, chosen: str, why: str) -> None:
     if (op, device_type, chosen) not in _announced:
         _announced.add((op, device_type, chosen))
-        level = logging.WARNING if chosen == "reference" and why != "asked for" else logging.INFO
+        falls_back = chosen == "reference" or (chosen == "torch" and device_type == "cuda")
+        level = logging.WARNING if falls_back and why != "asked for" else logging.INFO
         logger.log(level, "%s on %s: backend %s (%s)", op, device_type, chosen, why)

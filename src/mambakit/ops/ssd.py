@@ -18,6 +18,7 @@ factors of zero: it may spoil its chunk and the rest of its row.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .selective_scan import positive_dt
 
 # Backward on a GPU has all channels of a head in shared memory, and states with their gradients: of these the most that
 # there is room for where there is much of it, and the most that there is room for everywhere.
+CHUNK = 64  # tokens, in plain torch
 LARGEST_HEAD_ON_GPU = 256
 LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
 
@@ -52,12 +54,14 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over whole rows: (y (B, L, H, P) in x's dtype, final state (B, H, P, N) in fp32).
 
-    `chunk_size` steers speed and memory alone; None lets the kernel choose.
+    `chunk_size` steers speed and memory alone, and None lets the kernel choose. Kernels for a GPU have chunks of their
+    own size: with any other, plain torch serves the call. The reference goes token by token.
     """
     _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-    chosen = _choose(x, B)
+    chosen = _choose(x, B, chunk_size)
     if chosen in ("reference", "torch"):
-        return (ssd_reference if chosen == "reference" else ssd_chunked)(
+        plain = ssd_reference if chosen == "reference" else partial(ssd_chunked, chunk=chunk_size or CHUNK)
+        return plain(
             x, dt, A, B, C, D, dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
         )  # fmt: skip
@@ -87,7 +91,7 @@ def ssd_beside(
     """
     x, B, C = _parts(xBC, A.shape[0], head_dim, num_groups)
     is_served = xBC.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and _choose(x, B) == "triton":
+    if is_served and _choose(x, B, chunk_size) == "triton":
         _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
         outputs: tuple[Tensor, Tensor] = _SsdBeside.apply(  # type: ignore[no-untyped-call]
             xBC, head_dim, num_groups, dt_limit, dt, A, D, dt_bias, doc_ids, initial_state
@@ -160,9 +164,11 @@ def _check(
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
 
 
-def _choose(x: Tensor, B: Tensor) -> str:
+def _choose(x: Tensor, B: Tensor, chunk_size: int | None) -> str:
     channels, states, unfit = x.shape[3], B.shape[3], None
-    if x.device.type == "cuda" and channels > LARGEST_HEAD_ON_GPU:
+    if x.device.type == "cuda" and chunk_size is not None:
+        unfit = f"its kernel has chunks of its own size, and chunk_size={chunk_size} was given"
+    elif x.device.type == "cuda" and channels > LARGEST_HEAD_ON_GPU:
         unfit = f"its kernel takes heads of up to {LARGEST_HEAD_ON_GPU} channels, and those of x have {channels}"
     elif x.device.type == "cuda" and states > LARGEST_STATE_ON_EVERY_GPU:
         from .gpu.device import is_roomy
@@ -286,7 +292,7 @@ def ssd_chunked(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     doc_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
-    chunk: int = 64,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The same in chunks of Q tokens: a masked (Q, Q) product inside each, and the state carried from one to the next.
 

@@ -14,36 +14,33 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from ..checkpoint import CheckpointError, huggingface, load, native
 from ..checkpoint.loading import read_config as read_model_config
 from ..checkpoint.native import TrainState
-from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, OptimConfig, RunConfig, read_config, resolve
+from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, read_config, resolve
 from ..data.foreign import adopt, is_tokens
 from ..data.lanes import document_ranges
-from ..data.loader import Batch, Loader
+from ..data.loader import Loader
 from ..data.prepare import prepare_once
 from ..data.shards import TOKENIZER, TokenStream, is_shards, read_index
 from ..data.tokenize import open_tokenizer, same_tokenizer
 from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from ..files import LockedError, UserError, lock, replace_json
-from ..measure import environment
 from ..model import LayerState, MambaLM, State
-from ..progress import duration, say, silence
+from ..progress import say, silence
 from .display import Display
 from .loop import Progress, Run, loop, save, tidy
-from .metrics import MetricsFile, bits_per_byte, matmul_flops
-from .optim import describe_groups, load_optimizer_tensors, make_optimizer
+from .metrics import MetricsFile, matmul_flops
+from .optim import load_optimizer_tensors, make_optimizer
+from .own_batches import own_batches
 from .passes import make_pass
-from .schedule import learning_rate
-from .sizing import cost, unsaid
+from .sizing import unsaid
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
+from .summary import introduce, sum_up, warn_of_jump
 
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
-PARAMETERS = "parameters.txt"
-LARGEST_JUMP = 1.5  # of the learning rate on resume, before it is told
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
@@ -96,9 +93,11 @@ def training_steps(
 
     To break out of the loop saves the run, as Ctrl-C does, which then goes on as KeyboardInterrupt.
     """
-    with silence() if quiet else contextlib.nullcontext():
-        with _opened([_layer(config)], batches, out=out, resume=resume, init_from=init_from) as run:
-            yield from _train(run)
+    with contextlib.ExitStack() as stack:
+        if quiet:
+            stack.enter_context(silence())
+        run = stack.enter_context(_opened([_layer(config)], batches, out=out, resume=resume, init_from=init_from))
+        yield from _train(run)
     stopped_by = _result(run).stopped_by
     if stopped_by == "SIGINT":
         raise KeyboardInterrupt
@@ -201,26 +200,7 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
         say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n"
             f"  mambakit train --resume --out {run.folder}")  # fmt: skip
     else:
-        _sum_up(run)
-
-
-def _sum_up(run: Run) -> None:
-    """What has come of it, after the last step."""
-    progress = run.progress
-    early = f"; ended early, after {run.config.train.early_stop} evaluations without gain" if run.stopped_early else ""
-    say(
-        f"trained to step {progress.step:,} in {duration(run.display.seconds())}, {progress.tokens:,} tokens in all{early}"
-    )
-    if progress.best_loss is not None:
-        bits = _validation_bits(run, progress.best_loss)
-        more = f", {bits:.3f} bits per byte" if bits is not None else ""
-        say(f"best validation loss {progress.best_loss:.4f}{more}, at step {progress.best_step:,}")
-    best = progress.best_step if run.config.checkpoint.keep_best and progress.best_step is not None else progress.step
-    say(f"the model: {native.folder_of(run.folder, best)}")
-
-
-def _validation_bits(run: Run, loss: float) -> float | None:
-    return bits_per_byte(loss, run.val_data.counts, run.val_data.index.vocab_size) if run.val_data else None
+        sum_up(run)
 
 
 def _result(run: Run) -> Result:
@@ -342,7 +322,7 @@ def _open(
         ),
         optimizer=optimizer,
         scaler=scaler,
-        batches=iter(loader) if loader else _own_batches(batches or (), progress.step),
+        batches=iter(loader) if loader else own_batches(batches or (), progress.step),
         fingerprint=loader.fingerprint if loader else None,
         train_data=train_data,
         val_data=val_data,
@@ -360,9 +340,9 @@ def _open(
         epoch_rows=loader.epoch_rows if loader else None,
         changed=resolve(state.config).differences(config) if state else [],
     )
-    _introduce(run, checkpoint)
+    introduce(run, checkpoint)
     if state:
-        _warn_of_jump(run, _total_steps(resolve(state.config), loader, progress), resolve(state.config).optim)
+        warn_of_jump(run, _total_steps(resolve(state.config), loader, progress), resolve(state.config).optim)
     if state:
         if state.values["scaler"]:  # empty after a run without one
             run.scaler.load_state_dict(state.values["scaler"])
@@ -525,95 +505,9 @@ def _check_length(config: RunConfig, total_steps: int, val_data: TokenStream | N
         raise ConfigError("train.early_stop needs a validation split, but the data has none; prepare it with one")
 
 
-def _own_batches(batches: Iterable[Any], skip: int) -> Iterator[Batch]:
-    """A person's own batches; those that a resumed run has seen are passed over."""
-    for number, value in enumerate(batches):
-        if number >= skip:
-            yield as_batch(value)
-
-
-def as_batch(value: Any) -> Batch:
-    """A batch of one's own: `Batch`, a mapping, or (B, L+1) tokens; tensors, arrays or lists."""
-    if isinstance(value, Batch):
-        return value
-    if not isinstance(value, Mapping):
-        rows = _tensor(value, torch.int64)
-        value = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-    given = {name: _tensor(value[name], dtype) for name, dtype in BATCH_DTYPES.items() if value.get(name) is not None}
-    if missing := [name for name in ("tokens", "targets") if name not in given]:
-        raise UserError(f"a batch has no {' and no '.join(missing)}; give both, or rows of L+1 tokens")
-    tokens = given["tokens"]
-    return Batch(
-        tokens,
-        given["targets"],
-        given.get("doc_ids", torch.zeros(tokens.shape, dtype=torch.int32)),
-        given.get("loss_mask", torch.ones(tokens.shape, dtype=torch.bool)),
-        given.get("carries", torch.zeros(tokens.shape[0], dtype=torch.bool)),
-    )
-
-
-BATCH_DTYPES = {
-    "tokens": torch.int64, "targets": torch.int64, "doc_ids": torch.int32, "loss_mask": torch.bool, "carries": torch.bool
-}  # fmt: skip
-
-
-def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
-    try:
-        found = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"a batch is no rows of equal length: {error}") from None
-    if found.dim() == 0 or (dtype == torch.int64 and (found.dim() != 2 or found.is_floating_point())):
-        raise UserError(f"a batch has {found.dtype} of shape {tuple(found.shape)}; need rows of token ids, (B, L+1)")
-    return found.to(dtype)
-
-
 def _carried(state: TrainState, device: torch.device) -> State | None:
     layers: list[LayerState] = []
     while f"carried/{len(layers)}/conv" in state.tensors:
         prefix = f"carried/{len(layers)}"
         layers.append(LayerState(state.tensors[f"{prefix}/conv"].to(device), state.tensors[f"{prefix}/ssm"].to(device)))
     return State(tuple(layers)) if layers else None
-
-
-def _introduce(run: Run, checkpoint: Path | None) -> None:
-    """What this run is and what it will take, before it begins. All settings are in its folder."""
-    config = run.config
-    (run.folder / PARAMETERS).write_text("\n".join(describe_groups(run.model, config.optim)) + "\n", encoding="utf-8")
-    name = run.device if run.device.type == "cpu" else environment(run.device)["device"]["name"]
-    say(
-        f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
-        f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
-    )
-    if run.train_data:
-        counts, held_out = run.train_data.counts, run.val_data.counts.tokens if run.val_data else 0
-        say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
-    say(
-        f"steps of {config.train.batch_tokens:,} tokens: {config.batch_rows} rows of {config.data.sequence_length}, "
-        f"{config.micro_batch_rows} at once; learning rate {config.optim.lr:g}, {config.optim.schedule}"
-    )
-    left = run.total_steps - run.progress.step
-    ahead = cost(config, left, run.epoch_rows, run.device, run.dtype, run.matmul_flops)
-    say(f"{'ahead' if checkpoint else 'in all'}: {ahead}")
-    for warning in ahead.warnings():
-        say(f"note: {warning}")
-    say(f"all settings: {run.folder / 'config.json'}, all parameters: {run.folder / PARAMETERS}")
-    if checkpoint:
-        for line in run.changed:
-            say(f"changed since the checkpoint: {line}")
-        say(f"going on from {checkpoint} at step {run.progress.step:,}")
-
-
-def _warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None:
-    """A run that is made longer goes back up its schedule, and may unlearn what its last steps have brought."""
-    step, optim = run.progress.step, run.config.optim
-    if step == 0 or not steps_before < run.total_steps:
-        return
-    before = learning_rate(step, steps_before, optim_before)
-    after = learning_rate(step + 1, run.total_steps, optim)
-    if after > LARGEST_JUMP * before:
-        say(
-            f"note: the learning rate goes up from {before:.2g} to {after:.2g} at step {step + 1:,}, since the schedule "
-            f"now ends at step {run.total_steps:,}. To go on at the low rate, stop now and add\n"
-            f"  --optim.schedule constant --optim.warmup-steps 0 --optim.lr {before:.2g}\n"
-            f"(next time, --optim.schedule wsd makes a run that can be made longer before its rate decays)"
-        )

@@ -1,0 +1,81 @@
+"""What a person is told of a run before its first step and after its last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..checkpoint import native
+from ..config import OptimConfig
+from ..measure import environment
+from ..progress import duration, say
+from .loop import Run
+from .metrics import bits_per_byte
+from .optim import describe_groups
+from .schedule import learning_rate
+from .sizing import cost
+
+PARAMETERS = "parameters.txt"
+LARGEST_JUMP = 1.5  # of the learning rate on resume, before it is told
+
+
+def introduce(run: Run, checkpoint: Path | None) -> None:
+    """What this run is and what it will take, before it begins. All settings are in its folder."""
+    config = run.config
+    (run.folder / PARAMETERS).write_text("\n".join(describe_groups(run.model, config.optim)) + "\n", encoding="utf-8")
+    name = run.device if run.device.type == "cpu" else environment(run.device)["device"]["name"]
+    say(
+        f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
+        f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
+    )
+    if run.train_data:
+        counts, held_out = run.train_data.counts, run.val_data.counts.tokens if run.val_data else 0
+        say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
+    say(
+        f"steps of {config.train.batch_tokens:,} tokens: {config.batch_rows} rows of {config.data.sequence_length}, "
+        f"{config.micro_batch_rows} at once; learning rate {config.optim.lr:g}, {config.optim.schedule}"
+    )
+    left = run.total_steps - run.progress.step
+    if left > 0:
+        ahead = cost(config, left, run.epoch_rows, run.device, run.dtype, run.matmul_flops)
+        say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
+        for warning in ahead.warnings():
+            say(f"note: {warning}")
+    say(f"all settings: {run.folder / 'config.json'}, all parameters: {run.folder / PARAMETERS}")
+    if checkpoint:
+        for line in run.changed:
+            say(f"changed since the checkpoint: {line}")
+        say(f"going on from {checkpoint} at step {run.progress.step:,}")
+
+
+def warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None:
+    """A run that is made longer goes back up its schedule, and may unlearn what its last steps have brought."""
+    step, optim = run.progress.step, run.config.optim
+    if step == 0 or not steps_before < run.total_steps:
+        return
+    before = learning_rate(step, steps_before, optim_before)
+    after = learning_rate(step + 1, run.total_steps, optim)
+    if after > LARGEST_JUMP * before:
+        say(
+            f"note: the learning rate goes up from {before:.2g} to {after:.2g} at step {step + 1:,}, since the "
+            f"schedule now ends at step {run.total_steps:,}. To go on at the low rate, stop now and add\n"
+            f"  --optim.schedule constant --optim.warmup-steps 0 --optim.lr {before:.2g}\n"
+            f"(next time, --optim.schedule wsd makes a run that can be made longer before its rate decays)"
+        )
+
+
+def sum_up(run: Run) -> None:
+    """What has come of it, after the last step."""
+    progress = run.progress
+    early = f"; ended after {run.config.train.early_stop} evaluations without gain" if run.stopped_early else ""
+    taken = duration(run.display.seconds())
+    say(f"trained to step {progress.step:,} in {taken}, {progress.tokens:,} tokens in all{early}")
+    if progress.best_loss is not None:
+        bits = _validation_bits(run, progress.best_loss)
+        more = f", {bits:.3f} bits per byte" if bits is not None else ""
+        say(f"best validation loss {progress.best_loss:.4f}{more}, at step {progress.best_step:,}")
+    best = progress.best_step if run.config.checkpoint.keep_best and progress.best_step is not None else progress.step
+    say(f"the model: {native.folder_of(run.folder, best)}")
+
+
+def _validation_bits(run: Run, loss: float) -> float | None:
+    return bits_per_byte(loss, run.val_data.counts, run.val_data.index.vocab_size) if run.val_data else None
