@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops
-    from .checkpoint import load
+    from .checkpoint import convert, load, save
     from .config import ConfigError, ModelConfig, RunConfig
     from .data.prepare import documents, prepare
     from .model import MambaLM, State
-    from .training import train
+    from .training import train, training_steps
 
 __version__ = "0.1.0"
 
@@ -27,11 +27,14 @@ __all__ = [
     "RunConfig",
     "State",
     "__version__",
+    "convert",
     "documents",
     "load",
     "ops",
     "prepare",
+    "save",
     "train",
+    "training_steps",
 ]
 
 # Where each name lives; torch is loaded when the first name that needs it is used.
@@ -41,10 +44,13 @@ _HOMES = {
     "ModelConfig": "config",
     "RunConfig": "config",
     "State": "model",
+    "convert": "checkpoint",
     "documents": "data.prepare",
     "load": "checkpoint",
     "prepare": "data.prepare",
+    "save": "checkpoint",
     "train": "training",
+    "training_steps": "training",
 }
 
 

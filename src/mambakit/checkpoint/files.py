@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +69,18 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """A safetensors file that transformers recognizes."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
+    path.touch()
+    usual = path.stat().st_mode  # the library would keep the file from everybody else
+    try:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"}
+        )
+    except SafetensorError as error:  # which has the number of the disk's error in its text
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
+    path.chmod(usual)
 
 
 def build_model(

@@ -1,5 +1,5 @@
 """Training: a run is opened (new or from a checkpoint), then one loop takes it to its end."""
 
-from .run import train
+from .run import train, training_steps
 
-__all__ = ["train"]
+__all__ = ["train", "training_steps"]

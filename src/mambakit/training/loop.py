@@ -97,6 +97,7 @@ class Run:
     epoch_rows: int | None = None
     changed: list[str] = dataclasses.field(default_factory=list)  # settings, since the checkpoint
     has_trained: bool = False  # whether a step was taken since the run was opened
+    proven_step: int = -1  # the last one whose weights have given a finite loss
     new_records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
@@ -233,8 +234,14 @@ def record_last_step(run: Run) -> None:
     _record(run, record)
     run.display.step(record)
     # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
-    if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
-        raise _diverged(run, step.progress.step, f"the {'gradient' if math.isfinite(loss) else 'loss'} is")
+    if not math.isfinite(loss):
+        _set_unproven_aside(run)
+        raise _diverged(run, step.progress.step, "the loss is")
+    if not math.isfinite(norm) and not run.scaler.is_enabled():
+        raise _diverged(run, step.progress.step, "the gradient is")
+    run.proven_step = max(run.proven_step, step.progress.step - 1)
+    if run.saved_step == step.progress.step - 1:
+        tidy(run)  # what was kept in case that checkpoint is of no use
 
 
 def _note_beginning(run: Run, step: int) -> None:
@@ -252,6 +259,16 @@ def _diverged(run: Run, step: int, what: str) -> RunError:
         f"there with a lower learning rate (now {run.config.optim.lr:g}):\n"
         f"  mambakit train --resume --out {run.folder} --optim.lr {run.config.optim.lr / 3:.1g}"
     )
+
+
+def _set_unproven_aside(run: Run) -> None:
+    """A checkpoint whose weights give no finite loss is not to be gone on from."""
+    if run.proven_step < run.saved_step:
+        folder = native.folder_of(run.folder, run.saved_step)
+        place = native.set_aside(run.folder, [folder] if folder.is_dir() else [])
+        run.display.say(f"{folder.name} gives no finite loss; set aside in {place}")
+        saved = native.checkpoints(run.folder)
+        run.saved_step = native.step_of(saved[0]) if saved else -1
 
 
 def _check_weights(run: Run) -> None:
@@ -313,6 +330,7 @@ def _evaluate(run: Run) -> dict[str, Any]:
     run.display.doing("training")
     if not math.isfinite(result.loss):
         raise _diverged(run, run.progress.step, "the validation loss is")
+    run.proven_step = run.progress.step
     return {
         "type": "eval",
         "step": run.progress.step,
@@ -379,12 +397,14 @@ def save(run: Run) -> None:
 
 
 def tidy(run: Run) -> None:
-    """Say which checkpoint is the best, and delete those that are no longer kept."""
+    """Say which checkpoint is the best, and delete those that are no longer kept. One more is kept while it is not
+    known that the newest is of use."""
     progress, config = run.progress, run.config.checkpoint
+    unproven = int(run.proven_step < run.saved_step and not run.is_done)
     best = progress.best_step if config.keep_best else None
     if best is not None and native.folder_of(run.folder, best).is_dir():
         replace_json(run.folder / "best.json", {"step": best, "loss": progress.best_loss})
-    native.retain(run.folder, config.keep_last, config.keep_every, best)
+    native.retain(run.folder, config.keep_last + unproven, config.keep_every, best)
 
 
 def _state(run: Run) -> TrainState:
