@@ -137,3 +137,21 @@ def peak_bytes(code: str, size: int, argument: str = "") -> int:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # so that what is freed goes back at once
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment)
     return int(result.stdout)
+
+
+def on_terminal(command: list[str], **environment: str) -> tuple[int, str]:
+    """The exit status of a command whose standard output and error are a terminal, and all that this terminal got."""
+    pty = pytest.importorskip("pty")  # not on Windows
+    ours, theirs = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    kept |= {"TERM": "xterm", "COLUMNS": "200", **environment}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=kept) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            while block := os.read(ours, 65536):
+                seen += block
+        except OSError:  # nobody writes there any more
+            pass
+    os.close(ours)
+    return process.returncode, seen.decode()

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mambakit import MambaLM
 from mambakit.checkpoint import CheckpointError, LoadedModel
+from mambakit.files import UserError
 from mambakit.generate import PREFILL_TOKENS, generate_batch, generate_text, generate_tokens
 
 SENTENCE = "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said the cat."
@@ -394,3 +395,38 @@ def test_a_space_at_the_end_of_a_prompt_is_part_of_the_next_word(reciter: Loaded
         whole = reciter.generate(SENTENCE[: at - 1], temperature=0, **options)
         assert reciter.generate(SENTENCE[:at], temperature=0, **options) == whole[1:]
     assert reciter.generate([SENTENCE[:at], SENTENCE[: at - 1]], temperature=0) == [expected[1:], expected]
+
+
+@pytest.mark.parametrize("where", ["backbone.embedding.weight", "backbone.layers.1.mixer.in_proj.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named(where: str, value: float, temperature: float) -> None:
+    model = small_model("mamba2").eval()
+    with torch.no_grad():
+        model.get_parameter(where)[3, 3] = value
+    for prompts in ([[1, 2]], [[1, 2], [4]]):
+        with pytest.raises(UserError, match=rf"the weights of this model are not finite .*{where}"):
+            list(generate_batch(model, prompts, temperature=temperature))
+
+
+def test_scores_that_overflow_are_told_apart_from_broken_weights() -> None:
+    """Also when the first of them comes after some tokens."""
+    model = small_model("mamba1", tie_embeddings=False).eval()
+    with torch.no_grad():
+        model.backbone.embedding.weight[7] = 3e38
+    tokens = generate_batch(model, [[1, 2]], temperature=0, first_tokens={0: [7]})
+    assert next(tokens) == (0, 7)
+    with pytest.raises(UserError, match="scores of the next token are not finite in float32, though its weights are"):
+        next(tokens)
+
+
+def test_a_prompt_is_neither_cut_nor_filled_up(reciter: LoadedModel) -> None:
+    """Whatever the tokenizer's file says; and the tokenizer of the caller stays as it is."""
+    begin = "<|endoftext|>Drei naïve Mäuse"
+    expected = reciter.generate([begin, ""], temperature=0)
+    cutting = Tokenizer.from_str(reciter.tokenizer.to_str())
+    cutting.enable_truncation(2)
+    cutting.enable_padding(length=9, pad_id=5)
+    before = cutting.to_str()
+    assert LoadedModel(reciter.model, cutting, (END,)).generate([begin, ""], temperature=0) == expected
+    assert cutting.to_str() == before and cutting.truncation is not None and cutting.padding is not None

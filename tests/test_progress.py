@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import on_terminal
 from runs import make_shards, settings
 
 from mambakit.config import write_yaml
@@ -36,22 +37,10 @@ def _start(code: str, stderr: int, **options: object) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], **pipes, **options)  # type: ignore[call-overload, no-any-return]
 
 
-def _on_terminal(code: str, environment: dict[str, str] | None = None) -> str:
-    """What a terminal gets on standard output and standard error of some code that ends well."""
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "200", **(environment or {})}
-    ) as process:  # fmt: skip
-        os.close(theirs)
-        seen = b""
-        try:
-            while block := os.read(ours, 65536):
-                seen += block
-        except OSError:  # nobody writes there any more
-            pass
-    os.close(ours)
-    assert process.returncode == 0, seen.decode()
-    return seen.decode()
+def _on_terminal(code: str) -> str:
+    status, seen = on_terminal([sys.executable, "-c", code])
+    assert status == 0, seen
+    return seen
 
 
 @pytest.mark.parametrize(

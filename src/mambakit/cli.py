@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import io
+import itertools
 import json
 import os
 import sys
@@ -294,20 +295,25 @@ def evaluate(
 def _print_evaluation(found: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from .progress import bold, for_stdout, has_styles, rule
 
     table = Table("model", "context", "loss", "perplexity", "per word", "bits per byte", "documents", "bytes")
     for result in found.results:
         figures = (result.loss, result.perplexity, result.word_perplexity, result.bits_per_byte)
         table.add_row(
-            result.model,
+            Text(for_stdout(result.model)),  # no markup of rich's, whatever the name
             "–" if result.targets is None else str(result.window or "whole"),
             *("–" if figure is None else f"{figure:,.4g}" for figure in figures),
             f"{result.documents:,}",
             f"{result.bytes:,}",
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    for sample in found.samples:
-        _print(f"\n{sample['prompt']}|{sample['text']}")
+    mark = "" if has_styles() else "|"  # where the prompt ends
+    for number, sample in enumerate(found.samples, 1):
+        _print(f"\n{rule(f'sample {number} of {len(found.samples)}')}")
+        _print(f"{bold(sample['prompt'])}{mark}{for_stdout(sample['text'])}")
 
 
 def generate(
@@ -335,6 +341,7 @@ def generate(
     """
     from .checkpoint import load
     from .device import choose_device
+    from .progress import bold, for_stdout, rule
 
     prompts = _flat(prompt)
     if not prompts:
@@ -348,17 +355,22 @@ def generate(
         "repetition_penalty": repetition_penalty, "stop_strings": _flat(stop), "seed": seed,
     }  # fmt: skip
     if stream:
-        sys.stdout.write(prompts[0])
-        for piece in loaded.stream(prompts[0], **options):
-            sys.stdout.write(piece)
+        pieces = loaded.stream(prompts[0], **options)
+        first = next(pieces, "")  # a mistake is told before anything is printed
+        sys.stdout.write(bold(prompts[0]))
+        for piece in itertools.chain([first], pieces):
+            sys.stdout.write(for_stdout(piece))
             sys.stdout.flush()
         _print("")
         return 0
     texts = loaded.generate(prompts, **options)
     if json:
         _print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompts, texts, strict=True)]})
-    else:
-        _print("\n\n".join(p + text for p, text in zip(prompts, texts, strict=True)))
+        return 0
+    whole = [bold(p) + for_stdout(text) for p, text in zip(prompts, texts, strict=True)]
+    if sys.stdout.isatty() and len(whole) > 1:
+        whole = [f"{rule(f'{number} of {len(whole)}')}\n{text}" for number, text in enumerate(whole, 1)]
+    _print("\n\n".join(whole))
     return 0
 
 
@@ -393,11 +405,14 @@ def report(
       mambakit report run
       mambakit report run tuned --out both.html
     """
+    from .progress import for_stdout
     from .report import write_report
 
+    if not run:
+        raise UserError("there is nothing to draw; name a run folder, as made by mambakit train --out RUN")
     target = out if out is not None else run[0] / "report.html"
     write_report(run, target)
-    _print(f"written to {target}")
+    _print(for_stdout(f"written to {target}"))
     return 0
 
 

@@ -94,6 +94,7 @@ def generate_text(
         raise UserError(
             f"stop_strings={list(stop_strings)!r} holds an empty string, which every text has; leave it out"
         )
+    tokenizer = whole_texts(tokenizer)
     tokens = [_encode(tokenizer, prompt, end_tokens) for prompt in prompts]
     first = {row: allowed for row, prompt in enumerate(tokens) if (allowed := _words_after_space(tokenizer, prompt))}
     first = {row: [token for token in allowed if token < model.config.vocab_size] for row, allowed in first.items()}
@@ -103,6 +104,17 @@ def generate_text(
     ended: set[int] = set()
     found = generate_batch(model, tokens, ended=ended, first_tokens=first, **options)
     return _pieces(texts, found, stop, ended)
+
+
+def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, or where its file says to cut texts to a length or to fill them up, a copy that does neither."""
+    if tokenizer.truncation is None and tokenizer.padding is None:
+        return tokenizer
+    whole = type(tokenizer).from_str(tokenizer.to_str())
+    whole.encode_special_tokens = tokenizer.encode_special_tokens  # which is not part of the file
+    whole.no_truncation()
+    whole.no_padding()
+    return whole
 
 
 def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
@@ -121,6 +133,7 @@ def _generate(
     device = prompts[0].device
     with torch.inference_mode():  # never across a yield: the caller's own code runs there
         logits, state = _read(model, prompts)
+        _check_finite(model, logits)
         seen = torch.zeros(len(prompts), model.config.padded_vocab_size, dtype=torch.bool, device=device)
         for row, prompt in enumerate(prompts):
             seen[row, prompt[0]] = True
@@ -142,6 +155,25 @@ def _generate(
             last = torch.tensor(tokens, device=device)
             seen.scatter_(1, last[:, None], True)
             logits, state = model.step(last, state)
+            _check_finite(model, logits)
+
+
+def _check_finite(model: MambaLM, logits: Tensor) -> None:
+    """No text comes of scores that are not finite, though argmax would give one."""
+    if torch.isfinite(logits[:, : model.config.vocab_size]).all():  # sync point, as the choice of a token is
+        return
+    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise UserError(
+            f"the weights of this model are not finite (NaN or infinity in {broken[0]}{more}); "
+            "no text can be generated from it: take an earlier checkpoint"
+        )
+    dtype = str(logits.dtype).removeprefix("torch.")
+    raise UserError(
+        f"the model's scores of the next token are not finite in {dtype}, though its weights are; "
+        "load it in another dtype: load(path, dtype=torch.float32)"
+    )
 
 
 def _read(model: MambaLM, prompts: list[Tensor]) -> tuple[Tensor, State]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,21 @@ def printable(text: str) -> str:
 def for_stdout(text: str) -> str:
     """Text as it is for a program or file that reads standard output; printable for a terminal."""
     return printable(text) if _is_terminal(sys.stdout) else text
+
+
+def has_styles() -> bool:
+    """Whether standard output is a terminal that shows bold letters, to a person who wants them."""
+    return _is_terminal(sys.stdout) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def bold(text: str) -> str:
+    """Text for standard output that stands out where it can."""
+    return f"\x1b[1m{for_stdout(text)}\x1b[0m" if has_styles() else for_stdout(text)
+
+
+def rule(title: str) -> str:
+    """A line across a terminal that begins a part of the output."""
+    return f"── {printable(title)} ".ljust(min(shutil.get_terminal_size().columns, 100), "─")
 
 
 def console() -> Console:
