@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mambakit import files
 from mambakit.data.shards import INDEX, LAYOUTS, TOKENIZER, ShardError, TokenStream, read_index, verify
 from mambakit.files import checksum
 
@@ -247,3 +253,91 @@ def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path) -> None:
     assert read_index(cases.write_shards(tmp_path / "b", documents)).fingerprint == first
     documents[3][1] ^= 1
     assert read_index(cases.write_shards(tmp_path / "c", documents)).fingerprint != first
+
+
+def test_a_file_whose_bytes_have_changed_is_not_opened(folder: Path) -> None:
+    """Of the same size, and with the same time of modification."""
+    TokenStream(folder, "train")
+    path = folder / "train-00002.bin"
+    before = path.stat()
+    _flip(folder)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    message = "train-00002.bin is not what was written: its checksum differs from the index's; put it back, or prepare"
+    for _ in range(2):
+        with pytest.raises(ShardError, match=message):
+            TokenStream(folder, "train")
+    TokenStream(folder, "val")
+
+
+def test_files_are_read_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SETTLED_SECONDS", 0.05)
+    monkeypatch.setattr("mambakit.data.shards.SHOWN_BYTES", 1000)
+    folder = cases.write_shards(tmp_path / "shards", cases.random_documents([400, 20]), shard_tokens=100)
+    time.sleep(0.1)
+    TokenStream(folder, "train")
+    assert "checking the train shards, once: done in" in capsys.readouterr().err
+    TokenStream(folder, "train")
+    assert capsys.readouterr().err == ""
+
+
+_CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from mambakit.data.shards import TokenStream
+stream = TokenStream(Path(sys.argv[1]), "train")
+assert len(stream.read(0, 60_000)) == 60_000
+if sys.argv[2] == "cut":
+    os.truncate(Path(sys.argv[1]) / "train-00001.bin", 8192)
+else:
+    stream = TokenStream(Path(sys.argv[1]), "train")
+    other = Path(sys.argv[1]) / "other"
+    other.write_bytes((Path(sys.argv[1]) / "train-00001.bin").read_bytes())
+    other.replace(Path(sys.argv[1]) / "train-00001.bin")
+try:
+    stream.read(0, 60_000)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows changes no file that is open")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("cut", "ShardError .*train-00001.bin has become shorter than the 80000 bytes that the index says; put it"),
+        ("replace", "ShardError .*train-00001.bin was replaced by another file while it was in use"),
+    ],
+)
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change: str, message: str) -> None:
+    """In a process of its own, which a signal may end."""
+    folder = cases.write_shards(tmp_path / "shards", cases.random_documents([60_000]), shard_tokens=20_000)
+    done = subprocess.run(
+        [sys.executable, "-c", _CUT_SHORT, str(folder), change], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done
+    assert re.match(message, done.stdout), done.stdout
+
+
+_FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from mambakit.data.shards import TokenStream
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+stream = TokenStream(Path(sys.argv[1]), "train")
+whole = stream.read(0, len(stream))
+assert (whole == stream.read(0, len(stream))).all()
+print(len(whole), int(stream.layout.tokens(whole).sum()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lowers a limit of Linux")
+def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
+    documents = cases.random_documents([400])
+    folder = cases.write_shards(tmp_path / "shards", documents, shard_tokens=1)
+    done = subprocess.run(
+        [sys.executable, "-c", _FEW_FILES, str(folder)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"400 {sum(documents[0])}\n"

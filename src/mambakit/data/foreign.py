@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import UserError, cache_folder, new_folder
+from ..files import UserError, cache_folder, new_folder, remember_intact
 from ..progress import progress, say
 from . import shards
 from .prepare import write_index
@@ -170,7 +170,7 @@ class _Link:
 
     def __init__(self, file: TokenFile, offset: int) -> None:
         self._file, self._offset = file, offset
-        self._modified = file.path.stat().st_mtime_ns
+        self._before = file.path.stat()
         with file.path.open("rb") as opened:
             self._digest = hashlib.sha256(opened.read(offset))
 
@@ -178,10 +178,12 @@ class _Link:
         self._digest.update(packed.data)
 
     def close(self) -> list[Shard]:
+        sha256 = self._digest.hexdigest()
+        remember_intact(self._file.path, self._before, sha256)
         return [
             Shard(
-                file=self.name, tokens=len(self._file.array), offset=self._offset, modified=self._modified,
-                sha256=self._digest.hexdigest(),
+                file=self.name, tokens=len(self._file.array), offset=self._offset, modified=self._before.st_mtime_ns,
+                sha256=sha256,
             )
         ]  # fmt: skip
 

@@ -130,8 +130,7 @@ class Loader:
         for i in range(self.batch_rows):
             window = self.window(first_row + i)
             if window is not None:
-                part = self.stream.read(window * length, (window + 1) * length + 1)
-                packed[i, : len(part)] = part
+                self.stream.read_into(packed[i], window * length)
                 carries[i] = self._carries(first_row + i)
         starts = layout.starts(packed)
         return unpack(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)

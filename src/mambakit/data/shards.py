@@ -1,4 +1,4 @@
-"""Shards: tokens on disk, memory-mapped. One writer, one reader, a version, checksums, and `verify`.
+"""Shards: tokens on disk. One writer, one reader, a version, checksums, and `verify`.
 
 A folder holds `index.json`, `tokenizer.json` and files `train-00000.bin …`, `val-00000.bin …` of little-endian
 integers, one a token: its id, its position in its document (which stays at the largest value past the end of its
@@ -8,9 +8,16 @@ before. A split is its files one after another: a document, or a row, may cross 
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +27,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from ..config import ConfigError, Settings
-from ..files import UserError, checksum, read_json
+from ..files import UserError, checksum, is_intact, read_json, was_intact
+from ..progress import progress
 
 FORMAT, VERSION = "mambakit-shards", 1
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS = ("train", "val")
+LARGEST_READ = 2**30  # bytes in one go
+MOST_OPEN = 256  # files of a stream; a process may often have 1024 open
+SHOWN_BYTES = 2**30  # to be read through, from which on it is said
 Tokens = NDArray[np.int64]
 
 
@@ -206,43 +217,104 @@ class ShardWriter:
 
 
 class TokenStream:
-    """All tokens of a split as one long array, read from memory-mapped files."""
+    """All tokens of a split as one long array. Files are read, not mapped into memory: one that is cut short under a
+    mapping would end the process (SIGBUS).
+
+    Opening it sees that every file is the one that the index describes: by its size, and by a checksum, which is
+    computed once and remembered (`files.is_intact`).
+    """
 
     def __init__(self, folder: Path, split: str, index: Index | None = None) -> None:
         self.folder, self.split = folder, split
         self.index = index or read_index(folder)
         self.layout = LAYOUTS[self.index.layout]
         self.counts = self.index.counts[split]
-        self._maps = [self._open(shard) for shard in self.index.shards[split]]
-        self._ends = np.cumsum([0, *(len(array) for array in self._maps)])
+        self.shards = self.index.shards[split]
+        self._files = [(folder / shard.file, self._check_size(shard)) for shard in self.shards]
+        self._check_content()
+        self._opened = functools.lru_cache(MOST_OPEN)(_OpenFile)
+        self._ends = [0, *itertools.accumulate(shard.tokens for shard in self.shards)]
 
-    def _open(self, shard: Shard) -> NDArray[Any]:
+    def _check_size(self, shard: Shard) -> int:
+        """See that a file is as long as it should be; its inode, by which it is known again."""
         path = self.folder / shard.file
-        size = path.stat().st_size if path.is_file() else 0
-        if size != (needed := self.index.bytes_of(shard)):
+        state = path.stat() if path.is_file() else None
+        size = state.st_size if state else 0
+        needed = self.index.bytes_of(shard)
+        if state is None or size != needed:
             raise ShardError(f"{_name(path)} has {size} bytes, but the index says {needed}; prepare the data again")
-        is_touched = shard.modified is not None and path.stat().st_mtime_ns != shard.modified
-        if is_touched and checksum(path) != shard.sha256:
-            raise ShardError(
-                f"{_name(path)} has changed since it was taken over; put it back, or begin a new run on it"
-            )
-        return np.memmap(path, dtype=self.layout.dtype, mode="r", offset=shard.offset)
+        return state.st_ino
+
+    def _check_content(self) -> None:
+        shards = [shard for shard in self.shards if not was_intact(self.folder / shard.file, shard.sha256)]
+        total = sum(map(self.index.bytes_of, shards))
+        if total < SHOWN_BYTES:
+            self._check_all(shards, lambda _: None)
+        else:
+            with progress(f"checking the {self.split} shards, once", total, "MB", 1e6) as show:
+                self._check_all(shards, show)
+
+    def _check_all(self, shards: Sequence[Shard], show: Callable[[float], None]) -> None:
+        turn = threading.Lock()
+
+        def advance(amount: int) -> None:
+            with turn:
+                show(amount)
+
+        def check(shard: Shard) -> bool:
+            return is_intact(self.folder / shard.file, self.index.bytes_of(shard), shard.sha256, advance=advance)
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="check") as pool:
+            try:
+                for shard, is_right in zip(shards, pool.map(check, shards), strict=True):
+                    if not is_right:
+                        raise self._changed(shard)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _changed(self, shard: Shard) -> ShardError:
+        path = _name(self.folder / shard.file)
+        if shard.modified is not None:  # another program's
+            return ShardError(f"{path} has changed since it was taken over; put it back, or begin a new run on it")
+        return ShardError(
+            f"{path} is not what was written: its checksum differs from the index's; put it back, or prepare the data "
+            "again"
+        )
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Packed tokens begin…end, fewer where the stream ends."""
-        parts = []
-        while begin < min(end, len(self)):
-            number = int(np.searchsorted(self._ends, begin, side="right")) - 1
-            offset = int(self._ends[number])
-            part = self._maps[number][begin - offset : end - offset]
-            parts.append(part)
-            begin += len(part)
-        if len(parts) == 1:
-            return np.asarray(parts[0])
-        return np.concatenate(parts) if parts else np.empty(0, self.layout.dtype)
+        packed = np.empty(max(0, min(end, len(self)) - begin), self.layout.dtype)
+        self.read_into(packed, begin)
+        return packed
+
+    def read_into(self, out: NDArray[Any], begin: int) -> None:
+        """Fill `out` with packed tokens from `begin` on, as far as the stream goes."""
+        at, end = 0, min(begin + len(out), len(self))
+        while begin < end:
+            number = bisect.bisect_right(self._ends, begin) - 1
+            count = min(end, self._ends[number + 1]) - begin
+            self._read(number, begin - self._ends[number], out[at : at + count])
+            begin, at = begin + count, at + count
+
+    def _read(self, number: int, first: int, out: NDArray[Any]) -> None:
+        """Fill `out` with tokens of a file, from its `first` on."""
+        (path, inode), shard = self._files[number], self.shards[number]
+        place, left = shard.offset + first * out.itemsize, out.data.cast("B")
+        try:
+            file = self._opened(path, inode)
+            while len(left):
+                count = file.read(place, left)
+                if not count:
+                    raise ShardError(
+                        f"{_name(path)} has become shorter than the {self.index.bytes_of(shard)} bytes that the index "
+                        "says; put it back, or prepare the data again"
+                    )
+                place, left = place + count, left[count:]
+        except OSError as error:
+            raise ShardError(f"{_name(path)} cannot be read any more: {error.strerror}") from None
 
     def documents(self, block: int = 2**20) -> Iterator[tuple[NDArray[Any], bool]]:
         """The split in order as (packed tokens, whether a document starts with them): pieces of at most `block`."""
@@ -258,6 +330,30 @@ class TokenStream:
                 cuts = np.concatenate([[0], cuts])
             for piece, at in zip(np.split(packed, cuts[1:]), cuts, strict=True):
                 yield piece, bool(starts[at])
+
+
+class _OpenFile:
+    """A file that several threads read; closed when the last of them has let go of it."""
+
+    def __init__(self, path: Path, inode: int) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        if os.fstat(self._descriptor).st_ino != inode:
+            raise ShardError(f"{_name(path)} was replaced by another file while it was in use; start again")
+        self._turn = threading.Lock()
+
+    def read(self, place: int, out: memoryview) -> int:
+        """Fill `out` from `place` on; how many bytes there were, at least one but at the end of the file."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._descriptor, [out[:LARGEST_READ]], place)
+        with self._turn:  # Windows and macOS before 11
+            os.lseek(self._descriptor, place, os.SEEK_SET)
+            data = os.read(self._descriptor, min(len(out), LARGEST_READ))
+        out[: len(data)] = data
+        return len(data)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._descriptor)
 
 
 def _name(path: Path) -> str:
@@ -283,7 +379,7 @@ def verify(folder: Path) -> Iterator[str]:
             elif path.stat().st_size != (needed := index.bytes_of(shard)):
                 broken = True
                 yield f"{_name(path)} has {path.stat().st_size} bytes; need {needed}"
-            elif checksum(path) != shard.sha256:
+            elif not is_intact(path, needed, shard.sha256, again=True):
                 broken = True
                 yield f"{_name(path)} differs from what was written: its checksum is not the index's"
         if not broken:
