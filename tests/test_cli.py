@@ -298,7 +298,7 @@ def test_text_is_prepared_once_for_training(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signals")
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")])
 def test_a_signal_saves_says_how_to_go_on_and_ends_with_75(sent: signal.Signals, shards: Path, tmp_path: Path) -> None:
     config = settings(shards, train={"steps": 100_000, "eval_every": 0}, checkpoint={"every": 100_000})
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -317,6 +317,21 @@ def test_a_signal_saves_says_how_to_go_on_and_ends_with_75(sent: signal.Signals,
     assert "Traceback" not in told
     steps = len(metrics(out))
     assert (out / f"checkpoints/step_{steps:08d}/manifest.json").is_file()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of Windows differ")
+def test_training_goes_on_when_nobody_reads_what_it_says(shards: Path, tmp_path: Path) -> None:
+    """As with `2>&1 | head -1`, or a tee that was killed."""
+    (tmp_path / "config.json").write_text(json.dumps(settings(shards)))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "mambakit", "train", str(tmp_path / "config.json"), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    assert "mamba2" in process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert (out / "checkpoints/step_00000012/manifest.json").is_file()
+    assert len([record for record in metrics(out) if record["type"] == "train"]) == 12
 
 
 def test_nothing_is_imported_for_help_that_takes_long() -> None:

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError  # what torch's weights-only loader raises
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,9 @@ from torch import Tensor
 from .. import files
 from ..config import ModelConfig
 from ..model import MambaLM
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class CheckpointError(files.UserError):
@@ -81,6 +84,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
     path.chmod(usual)
+
+
+def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """As the library's own `save` does, which takes no path that is not UTF-8."""
+    path.write_bytes(tokenizer.to_str(pretty=True).encode())
 
 
 def build_model(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights, write_weights
+from .files import CheckpointError, build_model, read_json, read_weights, write_tokenizer, write_weights
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -62,7 +62,7 @@ def write_into(folder: Path, model: MambaLM, tokenizer: Tokenizer | None, end_to
     write_json(folder / "config.json", config)
     write_weights(folder / "model.safetensors", _their_weights(model))
     if tokenizer is not None:
-        tokenizer.save(str(folder / "tokenizer.json"))
+        write_tokenizer(folder / "tokenizer.json", tokenizer)
         eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
 

@@ -106,7 +106,7 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_truncation()  # some files carry a length that a prompt would be cut or filled up to

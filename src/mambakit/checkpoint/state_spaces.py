@@ -14,7 +14,7 @@ import torch
 from ..config import ConfigError, ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights
+from .files import CheckpointError, build_model, read_json, read_weights, write_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,7 +50,7 @@ def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None) -
         write_json(beside / "config.json", config)
         torch.save(weights, beside / "pytorch_model.bin")
         if tokenizer is not None:
-            tokenizer.save(str(beside / "tokenizer.json"))
+            write_tokenizer(beside / "tokenizer.json", tokenizer)
 
 
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def _open(
         torch.set_num_threads(config.parallel.threads)
     keep_freed_memory()
 
-    tokenizer = Tokenizer.from_file(str(data / TOKENIZER)) if data else None
+    tokenizer = Tokenizer.from_str((data / TOKENIZER).read_text(encoding="utf-8")) if data else None
     _check_vocabulary(config, data)
     model = _build_model(config, checkpoint, init_from, tokenizer).to(device).train()
     optimizer = make_optimizer(model, config.optim, device)

@@ -127,7 +127,7 @@ class Cost:
         shorter = "set a shorter --train.tokens, --train.epochs or --train.steps"
         if self.seconds > LONG_SECONDS:
             found.append(f"this will take days on this machine; {shorter}, or a smaller --model")
-        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+        if self.epochs is not None and self.epochs > 1.05 * MOST_EPOCHS + 0.2:  # rows of an epoch are whole
             found.append(f"each text will be read {self.epochs:.0f} times, so that it is learned by heart; {shorter}")
         return found
 

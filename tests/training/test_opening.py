@@ -1,0 +1,274 @@
+"""How a run begins: what is chosen for a person who says little, what is told, and which settings are on record."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import make_corpus, metrics, settings, state_bytes
+
+from mambakit.checkpoint import native
+from mambakit.cli import main
+from mambakit.config import ConfigError, resolve
+from mambakit.data.shards import Index, SplitCounts, read_index
+from mambakit.training.run import train
+from mambakit.training.sizing import Cost, cost, unsaid
+from mambakit.verify import verify
+
+
+@pytest.fixture(scope="module")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(settings(shards), out=run)
+    return run
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def index_of(tokens: int, shards: Path) -> Index:
+    index = read_index(shards)
+    return index.model_copy(update={"counts": {**index.counts, "train": SplitCounts(tokens=tokens)}})
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("tokens", [10_000, 300_000, 10**8, 10**11])
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
+    tokens: int, device: torch.device, shards: Path
+) -> None:
+    config = resolve(unsaid([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
+    flops = {"cpu": 1e11, "cuda": 2e14}[device.type]
+    assert config.train.steps is not None
+    rows = tokens // config.data.sequence_length
+    expected = cost(config, config.train.steps, rows, device, torch.float32, flops)
+    assert not expected.warnings()
+    assert expected.epochs is not None and expected.epochs <= 10.5
+    assert expected.seconds < 86400
+    assert device == GPU or config.model.d_model == 192
+
+
+def test_more_data_makes_a_larger_model_on_a_gpu(shards: Path) -> None:
+    sizes = [
+        resolve(unsaid([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
+        for tokens in (10**5, 10**8, 10**9)
+    ]
+    assert sizes == sorted(set(sizes))
+
+
+def test_what_is_said_stays(shards: Path) -> None:
+    said: dict[str, Any] = {
+        "model": {"preset": "mamba-130m"},
+        "optim": {"lr": 1e-9, "min_lr": 0.0},
+        "train": {"steps": 7},
+    }
+    assert unsaid([said], index_of(10**6, shards), CPU) == {}
+    recipe = {"recipe": "paper-130m", "model": "mamba-130m"}
+    assert unsaid([recipe], index_of(10**6, shards), CPU) == {}
+    without_length = {**said, "train": {}}
+    assert set(unsaid([without_length], index_of(10**6, shards), CPU)) == {"train"}
+
+
+def test_costs_of_days_and_of_many_epochs_are_warned_of() -> None:
+    days, by_heart = Cost(1, 1, 9.0, 90_000, 1), Cost(1, 1, 11.0, 10, 1)
+    assert "will take days" in days.warnings()[0] and "--train.tokens" in days.warnings()[0]
+    assert "read 11 times" in by_heart.warnings()[0]
+
+
+def test_a_run_tells_what_it_will_take_before_the_first_step_and_what_came_of_it(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(settings(shards), out=tmp_path / "run")
+    lines = capsys.readouterr().err.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1/"))
+    assert first <= 8, "more than a screen of settings before the first step"
+    assert any(line.startswith("to do: 12 steps, 3,072 tokens (0.87") and "GiB" in line for line in lines[:first])
+    assert "weight decay 0.1" in (tmp_path / "run/parameters.txt").read_text()
+    assert any(line.startswith("trained to step 12 in ") for line in lines)
+    assert any(line.startswith("best validation loss ") and line.endswith("at step 12") for line in lines)
+    assert f"the model: {tmp_path / 'run/checkpoints/step_00000012'}" in lines
+
+
+def test_a_resume_that_takes_no_step_leaves_the_config_as_it_was(copy: Path) -> None:
+    before = {name: (copy / name).read_bytes() for name in ("config.json", "history.jsonl", "metrics.jsonl")}
+    assert train({"optim": {"lr": 9.0, "min_lr": 9.0}}, out=copy, resume=True).step == 12
+    assert {name: (copy / name).read_bytes() for name in before} == before
+
+
+def test_what_changed_at_which_step_is_kept(copy: Path) -> None:
+    def history() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (copy / "history.jsonl").read_text().splitlines()]
+
+    assert [(line["step"], line["changed"]) for line in history()] == [(0, [])]
+    assert history()[0]["versions"]["torch"] and history()[0]["device"] and history()[0]["dtype"] == "float32"
+    train({"train": {"steps": 14}, "optim": {"lr": 5e-3}}, out=copy, resume=True)
+    assert json.loads((copy / "config.json").read_text())["optim"]["lr"] == 5e-3
+    assert [(line["step"], line["changed"]) for line in history()] == [
+        (0, []), (12, ["optim.lr: 0.01 -> 0.005", "train.steps: 12 -> 14"]),
+    ]  # fmt: skip
+    train({"train": {"steps": 13}}, out=copy, resume=copy / "checkpoints/step_00000009")
+    assert [line["step"] for line in history()] == [0, 9]  # what was changed at step 12 was computed anew
+
+
+def test_a_run_that_is_made_longer_is_told_of_the_jump_in_the_learning_rate(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resumed(**sections: Any) -> str:
+        train(sections, out=copy, resume=True)
+        return capsys.readouterr().err
+
+    told = resumed(train={"steps": 20})
+    assert "the learning rate goes up from 1e-05 to " in told and "at step 13" in told
+    advice = told.split("stop now and add\n")[1].splitlines()[0].split()
+    assert advice == ["--optim.schedule", "constant", "--optim.warmup-steps", "0", "--optim.lr", "1e-05"]
+    constant = {"schedule": "constant", "warmup_steps": 0, "lr": 1e-5}
+    assert "goes up" not in resumed(train={"steps": 22}, optim=constant)
+    assert metrics(copy)[-1]["type"] == "sample" and metrics(copy)[-4]["lr"] == 1e-5
+    assert "goes up" not in resumed()
+
+
+def test_a_tokenizer_that_the_shards_do_not_have_is_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--data", str(shards), "--out", str(tmp_path / "run"), "--train.steps", "1"]
+    assert main([*words, "--data.tokenizer", "bytes"]) == 2
+    assert f"data.tokenizer=bytes, but the shards in {shards} were made with train:300" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    small = ["--model.d-model", "16", "--model.num-layers", "1", "--model.kind", "mamba1"]
+    assert main([*words, *small, "--data.tokenizer", str(shards / "tokenizer.json")]) == 0
+    assert json.loads((tmp_path / "run/config.json").read_text())["data"]["tokenizer"] == "train:300"
+
+
+def test_a_written_config_has_the_sizes_of_the_model_it_starts_from(
+    finished: Path, shards: Path, tmp_path: Path
+) -> None:
+    words = ["train", "--data", str(shards), "--init-from", str(finished), "--write-config", str(tmp_path / "c.yaml")]
+    assert main(words) == 0
+    written = yaml.safe_load((tmp_path / "c.yaml").read_text())
+    assert (written["model"]["kind"], written["model"]["d_model"]) == ("mamba2", 16)
+    assert written["train"]["steps"]
+    again = ["train", str(tmp_path / "c.yaml"), "--init-from", str(finished), "--out", str(tmp_path / "run")]
+    assert main([*again, "--train.steps", "1", "--track.sample-every", "0"]) == 0
+
+
+def test_text_given_to_a_flag_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "c.yaml"
+    assert main(["train", "--data.text-column", "{title}", "--write-config", str(out), "--model", "tiny"]) == 0
+    assert yaml.safe_load(out.read_text())["data"]["text_column"] == "{title}"
+    assert main(["train", "--data.text-column", "null", "--write-config", str(out), "--model", "tiny"]) == 0
+    assert yaml.safe_load(out.read_text())["data"]["text_column"] is None
+    lines = [json.dumps({"title": "the cat", "body": "rain " * 20}) for _ in range(40)]
+    (tmp_path / "books.jsonl").write_text("\n".join(lines))
+    words = ["train", "--data", str(tmp_path / "books.jsonl"), "--data.text-column", "{title}: {body}"]
+    small = ["--model.d-model", "16", "--model.num-layers", "1", "--train.steps", "1", "--data.tokenizer", "bytes"]
+    small += ["--data.sequence-length", "32", "--train.batch-tokens", "64"]
+    assert main([*words, *small, "--out", str(tmp_path / "run")]) == 0
+    assert (
+        "the cat: rain" in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["prompt"] + "rain"
+    )
+
+
+@pytest.mark.parametrize("recompute", ["light", "mixer"])
+def test_a_recomputation_that_compiling_would_ignore_is_refused(recompute: str) -> None:
+    with pytest.raises(ConfigError, match=f"recompute={recompute} has no effect with compile=true"):
+        resolve({"train": {"compile": True, "recompute": recompute}})
+    for kept in ("auto", "none", "block"):
+        resolve({"train": {"compile": True, "recompute": kept}})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "{", "[]"])
+def test_an_empty_config_beside_good_checkpoints_is_made_good(
+    text: str, copy: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(text)
+    assert any("config.json" in problem for problem in verify(copy)) or text == "{}"
+    shutil.rmtree(copy / "checkpoints/step_00000012")
+    (copy / "best.json").unlink()
+    assert train({}, out=copy, resume=True).step == 12
+    assert "the settings are taken from the newest checkpoint" in capsys.readouterr().err
+    assert state_bytes(copy, 12) == state_bytes(finished, 12)
+    assert json.loads((copy / "config.json").read_text()) == json.loads(before)
+
+
+def test_metrics_cut_in_the_middle_of_a_line_lose_that_line_alone(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:10])
+    train({"train": {"steps": 14}}, out=copy, resume=True)
+    assert "records are lost; going on after the last whole one" in capsys.readouterr().err
+    assert path.read_bytes().startswith(b"".join(lines[:-1]))
+    assert [record["step"] for record in metrics(copy) if record["type"] == "train"] == list(range(1, 15))
+
+
+@pytest.mark.parametrize("place", ["run/checkpoints/mine", "elsewhere/mine"])
+def test_a_checkpoint_folder_that_was_renamed_can_be_gone_on_from(
+    place: str, copy: Path, finished: Path, tmp_path: Path
+) -> None:
+    run = copy.rename(tmp_path / "run")
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (run / "checkpoints/step_00000009").rename(tmp_path / place)
+    out = run if place.startswith("run") else tmp_path / "new"
+    assert main(["train", "--resume", str(tmp_path / place), "--out", str(out)]) == 0
+    assert state_bytes(out, 12) == state_bytes(finished, 12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that are no UTF-8 are Linux's")
+def test_a_run_folder_may_have_a_name_that_is_no_utf8(shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / os.fsdecode(b"r\xe9sum\xe9")
+    (tmp_path / "config.json").write_text(json.dumps(settings(shards, train={"steps": 3})))
+    assert main(["train", str(tmp_path / "config.json"), "--out", str(out)]) == 0
+    assert main(["train", "--resume", "--out", str(out), "--train.steps", "4"]) == 0
+    assert main(["generate", str(out), "--prompt", "the", "--max-new-tokens", "2"]) == 0
+    assert main(["evaluate", str(out), "--data", str(shards)]) == 0
+    assert main(["report", str(out)]) == 0
+    assert main(["convert", str(out), str(tmp_path / os.fsdecode(b"\xff")), "--to", "huggingface"]) == 0
+    assert not list(verify(out))
+
+
+def test_a_disk_that_fails_while_saving_is_told_in_one_message(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = native.write_weights
+
+    def fail(path: Path, weights: Any) -> None:
+        if "step_00000006" in str(path):
+            raise OSError(5, "Input/output error", str(path))
+        original(path, weights)
+
+    monkeypatch.setattr(native, "write_weights", fail)
+    (tmp_path / "config.json").write_text(json.dumps(settings(shards)))
+    assert main(["train", str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]) == 1
+    told = capsys.readouterr().err
+    assert "Input/output error" in told.splitlines()[-1] and "Traceback" not in told
+    assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [4, 3]
+    assert not list(verify(tmp_path / "run"))
+
+
+def test_text_without_a_word_about_training_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hint that prepare gives, on a CPU, with few words."""
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    corpus = make_corpus(tmp_path / "corpus", num_files=10)
+    words = ["train", "--data", str(corpus), "--out", str(tmp_path / "run"), "--parallel.device", "cpu"]
+    assert main(words) == 0
+    told = capsys.readouterr().err
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["model"]["d_model"] == 192 and config["train"]["batch_tokens"] == 2048
+    assert 1 <= config["train"]["steps"] <= 20
+    assert "(10" in told.split("to do: ")[1].splitlines()[0] or "epochs" in told.split("to do: ")[1].splitlines()[0]
