@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import small_model
-from runs import make_corpus, make_shards
-from tokenizers import Tokenizer
+from runs import WORDS, make_corpus, make_shards
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mambakit import MambaLM
+from mambakit import MambaLM, load
 from mambakit.checkpoint import huggingface
+from mambakit.data.prepare import documents, prepare
 from mambakit.data.tokenize import bytes_tokenizer, train_tokenizer
-from mambakit.evaluate import evaluate
+from mambakit.evaluate import SAMPLE_ROWS, evaluate
 from mambakit.files import UserError
 
 
@@ -113,9 +118,20 @@ def test_files_of_tokens_and_shards_give_the_same(
 
 def test_gzip_stands_beside_on_the_same_bytes(model: Path, shards: Path) -> None:
     ours, theirs = evaluate(model, [shards], baselines=["gzip"], device="cpu").results
-    packed = sum(len(gzip.compress(text.encode(), 9)) for text in texts(shards))
+    packed = len(gzip.compress("".join(texts(shards)).encode(), 9))
     assert theirs.bits_per_byte == pytest.approx(8 * packed / ours.bytes)
-    assert theirs.bytes == ours.bytes
+    assert (theirs.model, theirs.bytes) == ("gzip -9, one stream", ours.bytes)
+
+
+def test_gzip_does_not_suffer_from_blocks_that_were_held_out(tmp_path: Path) -> None:
+    """One file: its validation split is blocks of 8 KiB, which are not compressed one by one."""
+    (tmp_path / "book.txt").write_text("\n".join(f"{WORDS[i % 4]} {i}" for i in range(20_000)))
+    prepare([tmp_path / "book.txt"], tmp_path / "shards", tokenizer="bytes", val_fraction=0.2)
+    huggingface.write(small_model("mamba1", vocab_size=257), tmp_path / "model", tokenizer=bytes_tokenizer())
+    _, theirs = evaluate(tmp_path / "model", [tmp_path / "shards"], baselines=["gzip"], device="cpu").results
+    assert theirs.documents > 10
+    whole = "".join(texts(tmp_path / "shards")).encode()
+    assert theirs.bits_per_byte == pytest.approx(8 * len(gzip.compress(whole, 9)) / len(whole))
 
 
 def test_a_baseline_with_another_tokenizer_sees_the_same_bytes(model: Path, shards: Path, tmp_path: Path) -> None:
@@ -125,6 +141,10 @@ def test_a_baseline_with_another_tokenizer_sees_the_same_bytes(model: Path, shar
     ours, theirs = evaluate(model, [shards], baselines=[str(tmp_path / "other")], device="cpu").results
     assert (theirs.bytes, theirs.words, theirs.documents) == (ours.bytes, ours.words, ours.documents)
     assert theirs.targets == theirs.bytes  # each byte but the first of a document, and the end of each
+    network = load(tmp_path / "other").model
+    nats = sum(loss_alone(network, [*text.encode(), 256]) + math.log(257) for text in texts(shards))
+    assert theirs.bits_per_byte == pytest.approx(nats / math.log(2) / ours.bytes, rel=1e-5)
+    assert theirs.word_perplexity == pytest.approx(math.exp(nats / ours.words), rel=1e-4)
 
 
 def test_a_baseline_that_is_no_mamba_goes_through_transformers(model: Path, shards: Path, tmp_path: Path) -> None:
@@ -177,3 +197,290 @@ def test_bad_questions_are_told(model: Path, tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", 3)
     with pytest.raises(UserError, match="is not a folder; give gzip, a model folder, or a Hugging Face name"):
         evaluate(model, [corpus], baselines=["../nothing"], device="cpu")
+
+
+# What a file of text would not give back: a byte-order mark, carriage returns, a document of white space.
+ODD = [
+    "\ufeffbegins with a mark",
+    "two\r\nlines\rand more",
+    "a tab\tnaïve 🐭 and \x1b[2J",
+    " \n ",
+    "plain words at last",
+]
+
+
+def _records(path: Path, records: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of such text, records of what is left of it, and models with two tokenizers."""
+    folder = tmp_path_factory.mktemp("odd")
+    _records(folder / "odd.jsonl", [{"text": text} for text in ODD * 3])
+    learned = train_tokenizer(ODD, 300)
+    learned.save(str(folder / "tokenizer.json"))
+    (folder / "texts.odd").write_text("read by a reader of our own")
+    prepare(
+        [folder / "texts.odd"], folder / "shards", tokenizer=str(folder / "tokenizer.json"), val_fraction=0,
+        readers={".odd": lambda path: ODD * 3},
+    )  # fmt: skip
+    huggingface.write(small_model("mamba1", vocab_size=300), folder / "model", tokenizer=learned, end_tokens=[0])
+    network = small_model("mamba1", vocab_size=257)
+    huggingface.write(network, folder / "bytes", tokenizer=bytes_tokenizer(), end_tokens=[256])
+    return folder
+
+
+@pytest.mark.parametrize("data", ["shards", "odd.jsonl"])
+def test_a_baseline_is_given_the_text_untouched(odd: Path, data: str) -> None:
+    given = ODD * 3 if data == "shards" else [text for _, text in documents([odd / data])]
+    assert any(text.startswith("\ufeff") for text in given)
+    ours, theirs, packed = evaluate(
+        odd / "model", [odd / data], split="train", baselines=[str(odd / "bytes"), "gzip"], device="cpu"
+    ).results
+    assert ours.bytes == theirs.bytes == packed.bytes == sum(len(text.encode()) for text in given)
+    assert theirs.targets == theirs.bytes and theirs.documents == ours.documents == len(given)
+    network = load(odd / "bytes").model
+    assert theirs.loss == pytest.approx(
+        sum(loss_alone(network, [*text.encode(), 256]) for text in given) / theirs.targets, rel=1e-5
+    )
+    whole = "".join(given).encode()
+    assert packed.bits_per_byte == pytest.approx(8 * len(gzip.compress(whole, 9)) / len(whole))
+
+
+def test_a_part_of_the_text_is_the_same_for_a_baseline(odd: Path) -> None:
+    """Also where the last document is cut inside a character."""
+    for max_tokens in range(40, 60):
+        ours, theirs, packed = evaluate(
+            odd / "model", [odd / "shards"], split="train", max_tokens=max_tokens, device="cpu",
+            baselines=[str(odd / "bytes"), "gzip"],
+        ).results  # fmt: skip
+        assert 0 < ours.bytes == theirs.bytes == packed.bytes
+        ends = theirs.documents - (theirs.targets != theirs.bytes)  # the last may have no end
+        assert theirs.targets == theirs.bytes - theirs.documents + ends
+
+
+def _lowering() -> Tokenizer:
+    tokenizer = bytes_tokenizer()
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+def _of_words() -> Tokenizer:
+    """Words alone: of white space, one blank between two of them is left."""
+    words = {word: number for number, word in enumerate(["<|endoftext|>", "?", *" ".join(WORDS).split()])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(_lowering, "changes letters before it reads them"), (_of_words, "loses some of it: the tokens decode to")],
+)
+def test_a_tokenizer_that_loses_text_is_no_source_for_a_baseline(
+    make: Callable[[], Tokenizer], reason: str, odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its shards are refused, its text is not."""
+    corpus = make_corpus(tmp_path / "corpus", 3)
+    (corpus / "more.txt").write_text("The CAT  sat on THE mat\n\nÄ dog  ran")
+    make().save(str(tmp_path / "tokenizer.json"))
+    prepare([corpus], tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0)
+    network = small_model("mamba1", vocab_size=260)
+    huggingface.write(network, tmp_path / "model", tokenizer=make(), end_tokens=[256])
+    for baseline in (str(odd / "bytes"), "gzip"):
+        capsys.readouterr()
+        with pytest.raises(UserError, match=f"cannot be given the same text: the model's tokenizer {reason}.* --data"):
+            evaluate(tmp_path / "model", [tmp_path / "shards"], split="train", baselines=[baseline], device="cpu")
+        assert "evaluating" not in capsys.readouterr().err
+        evaluate(tmp_path / "model", [tmp_path / "shards"], split="train", baselines=[str(tmp_path / "model")])
+        ours, theirs = evaluate(tmp_path / "model", [corpus], baselines=[baseline], device="cpu").results
+        whole = "".join(path.read_text() for path in sorted(corpus.iterdir())).encode()
+        assert ours.bytes == theirs.bytes == len(whole)
+        if baseline == "gzip":
+            assert theirs.bits_per_byte == pytest.approx(8 * len(gzip.compress(whole, 9)) / len(whole))
+
+
+def _llama(folder: Path, vocabulary: int, tokenizer: Tokenizer) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).eval()
+    llama.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return llama
+
+
+@pytest.mark.parametrize("data", ["shards", "asked.jsonl"])
+def test_what_is_not_learned_counts_for_nobody(odd: Path, data: str, tmp_path: Path) -> None:
+    """Prompts and completions: figures are of completions, by whatever tokenizer and model."""
+    asked = [{"prompt": f"what is {n} and {n}?\n", "completion": f"naïve: {2 * n} 🐭"} for n in range(20)]
+    _records(tmp_path / "asked.jsonl", asked)
+    prepare([tmp_path / "asked.jsonl"], tmp_path / "shards", tokenizer=str(odd / "tokenizer.json"), val_fraction=0)
+    llama = _llama(tmp_path / "llama", 257, bytes_tokenizer())
+    ours, theirs, foreign, packed = evaluate(
+        odd / "model", [tmp_path / data], split="train", device="cpu",
+        baselines=[str(odd / "bytes"), str(tmp_path / "llama"), "gzip"],
+    ).results  # fmt: skip
+    answers = "".join(record["completion"] for record in asked).encode()
+    assert {result.bytes for result in (ours, theirs, foreign, packed)} == {len(answers)}
+    assert theirs.targets == foreign.targets == len(answers) + len(asked)  # and an end for each
+    assert packed.bits_per_byte == pytest.approx(8 * len(gzip.compress(answers, 9)) / len(answers))
+    loaded, total, num_targets = load(odd / "model"), 0.0, 0
+    for record in asked:
+        prompt, answer = (loaded.tokenizer.encode(record[key]).ids for key in ("prompt", "completion"))
+        total += loss_alone(loaded.model, [*prompt, *answer, 0]) - loss_alone(loaded.model, prompt)
+        num_targets += len(answer) + 1
+    # No first token is learned, and none is charged.
+    assert ours.targets == num_targets
+    assert ours.bits_per_byte == pytest.approx(total / math.log(2) / len(answers), rel=1e-4)
+    nats = 0.0
+    for record in asked:
+        prompt = record["prompt"].encode()
+        tokens = torch.tensor([[*prompt, *record["completion"].encode(), 256]])
+        with torch.no_grad():
+            logits = llama(tokens[:, :-1]).logits[0, len(prompt) - 1 :]
+        nats += float(torch.nn.functional.cross_entropy(logits, tokens[0, len(prompt) :], reduction="sum"))
+    assert foreign.bits_per_byte == pytest.approx(nats / math.log(2) / len(answers), rel=1e-4)
+
+
+def test_a_foreign_model_with_another_tokenizer_is_charged_for_first_tokens(odd: Path, tmp_path: Path) -> None:
+    llama = _llama(tmp_path / "llama", 257, bytes_tokenizer())
+    given = texts(odd / "shards", "train")
+    _, theirs = evaluate(
+        odd / "model", [odd / "shards"], split="train", baselines=[str(tmp_path / "llama")], window=4096, device="cpu"
+    ).results[::2]
+    assert theirs.window == 64  # no model is asked for more than it was made for
+    nats = 0.0
+    for text in given:
+        tokens = torch.tensor([[*text.encode(), 256]])
+        with torch.no_grad():
+            logits = llama(tokens[:, :-1]).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")) + math.log(257)
+    assert theirs.bits_per_byte == pytest.approx(nats / math.log(2) / theirs.bytes, rel=1e-5)
+
+
+def _damage(folder: Path, how: str) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if how == "weights cut short":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "a weight is missing":
+        kept = {
+            name: tensor
+            for name, tensor in load_file(weights).items()
+            if "norm_f" not in name and "model.norm" not in name
+        }
+        save_file(kept, weights, {"format": "pt"})
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif how == "tokenizer broken":
+        (folder / "tokenizer.json").write_text("{}")
+    elif how == "no config":
+        config.unlink()
+    elif how == "config broken":
+        config.write_text("{")
+    elif how == "other layers":
+        config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    else:
+        config.write_text(json.dumps({"model_type": how}))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("weights cut short", "model.safetensors cannot be read: "),
+        ("no weights", "has no weights; need model.safetensors"),
+        ("a weight is missing", "do not fit its config.json: backbone.norm_f.weight is missing"),
+        ("no tokenizer", "has no tokenizer.json; it cannot be given the same text"),
+        ("tokenizer broken", "tokenizer.json is not a tokenizer"),
+        ("no config", "config.json does not exist"),
+        ("config broken", "config.json is not valid JSON"),
+        ("other layers", "says 3 layers, but the weights have 2"),
+        ("no_such_architecture", "cannot be opened: .*no_such_architecture"),
+        ("clip_vision_model", "is a clip_vision_model, which does not predict the next token"),
+    ],
+)
+def test_a_damaged_baseline_is_told_before_anything_is_evaluated(
+    how: str, message: str, odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(odd / "bytes", tmp_path / "other")
+    _damage(tmp_path / "other", how)
+    with pytest.raises(UserError, match=message) as told:
+        evaluate(
+            odd / "model", [odd / "shards"], split="train", baselines=["gzip", str(tmp_path / "other")], device="cpu"
+        )
+    assert "not a Mamba" not in str(told.value) and "no Mamba" not in str(told.value)
+    assert "evaluating" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("baseline", ["", "../nothing", "run"])
+def test_a_baseline_that_is_none_is_told_before_anything_is_evaluated(
+    baseline: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is not a folder; give gzip, a model folder|the run run has no checkpoint yet"):
+        evaluate(odd / "model", [odd / "shards"], split="train", baselines=[baseline], device="cpu")
+    assert "evaluating" not in capsys.readouterr().err
+
+
+def test_a_foreign_model_without_all_of_its_weights_is_refused(odd: Path, tmp_path: Path) -> None:
+    """transformers would fill them with random numbers."""
+    _llama(tmp_path / "llama", 257, bytes_tokenizer())
+    _damage(tmp_path / "llama", "a weight is missing")
+    with pytest.raises(
+        UserError, match="do not fit its config.json: model.norm.weight is missing or has another shape"
+    ):
+        evaluate(odd / "model", [odd / "shards"], split="train", baselines=[str(tmp_path / "llama")], device="cpu")
+
+
+def test_a_tokenizer_that_cuts_texts_cuts_none(odd: Path, tmp_path: Path) -> None:
+    shutil.copytree(odd / "model", tmp_path / "model")
+    cutting = Tokenizer.from_file(str(odd / "tokenizer.json"))
+    cutting.enable_truncation(2)
+    cutting.enable_padding(length=30)
+    cutting.save(str(tmp_path / "model/tokenizer.json"))
+    for data in ("shards", "odd.jsonl"):
+        options: dict[str, Any] = {"split": "train", "samples": 3, "device": "cpu"}
+        plain, cut = (evaluate(model, [odd / data], **options) for model in (odd / "model", tmp_path / "model"))
+        assert cut.results[0].loss == plain.results[0].loss and cut.samples == plain.samples
+
+
+def test_a_tokenizer_of_another_model_is_told(odd: Path, tmp_path: Path) -> None:
+    """On a GPU, the token that the model does not have would end the process without a word."""
+    shutil.copytree(odd / "bytes", tmp_path / "other")
+    (tmp_path / "other/tokenizer.json").write_bytes((odd / "tokenizer.json").read_bytes())
+    with pytest.raises(UserError, match=r"other has 257 tokens, but its tokenizer.json gives number 2\d\d"):
+        evaluate(tmp_path / "other", [odd / "shards"], split="train", device="cpu")
+    with pytest.raises(UserError, match=r"other has 257 tokens, but its tokenizer.json gives number 2\d\d"):
+        evaluate(odd / "model", [odd / "shards"], split="train", baselines=[str(tmp_path / "other")], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "split 'test' does not exist; choose one of train, val"),
+        ({"samples": -1, "window": 0}, "window=0: need at least 1; samples=-1: need at least 0"),
+        ({"max_tokens": 1, "batch_rows": 0}, "max_tokens=1: need at least 2; batch_rows=0: need at least 1"),
+        ({"data": []}, "there is nothing to evaluate on"),
+        ({"data": ["nothing"]}, "nothing does not exist; give a file or folder of text"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_opened(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate("no model", **{"data": ["."], "baselines": ["../none"], "device": "cpu", **options})
+
+
+def test_samples_are_as_many_as_documents_and_begin_with_whole_characters(odd: Path) -> None:
+    given = [text for _, text in documents([odd / "odd.jsonl"])] * 4
+    _records(odd / "many.jsonl", [{"text": text} for text in given])
+    samples = evaluate(odd / "bytes", [odd / "many.jsonl"], samples=1000, device="cpu").samples
+    assert len(samples) == len(given) > SAMPLE_ROWS
+    for sample, text in zip(samples, given, strict=True):
+        assert text.startswith(sample["prompt"])
+    assert evaluate(odd / "bytes", [odd / "odd.jsonl"], samples=0, device="cpu").samples == []

@@ -5,40 +5,52 @@ window happens to begin; with `window`, as a model of that context would see the
 
 Bits per byte and perplexity per word are costs of the whole text, so that models with other tokenizers, and gzip, can
 stand beside: a document's first token, which no model is asked to predict, is charged as if all were equally likely.
+Where parts of a text are not learned (prompts, what a user says), all figures are of the parts that are.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import re
 import tempfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from .checkpoint import CheckpointError, load, native
+from .checkpoint import CheckpointError, huggingface, load, native, state_spaces
+from .checkpoint.files import check_fit, read_json, read_shapes
+from .checkpoint.loading import read_config
+from .data import datasets
 from .data.foreign import adopt, is_tokens
 from .data.lanes import Range, document_ranges, lanes
 from .data.loader import Batch
-from .data.prepare import prepare
-from .data.shards import SPLITS, TOKENIZER, TokenStream, is_shards
-from .data.tokenize import same_tokenizer
+from .data.prepare import SHARD_TOKENS, documents, prepare, write_index
+from .data.shards import LAYOUTS, SPLITS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards
+from .data.tokenize import Encoder, end_of, open_tokenizer, same_tokenizer, vocab_size
 from .device import autocast, choose_device, choose_dtype
 from .files import UserError
+from .generate import generate_text, whole_texts
 from .model import MambaLM, State
 from .progress import progress
 
 ROWS, LENGTH = 8, 1024  # of a batch
 BASELINE_CONTEXT = 2048  # of a foreign model that does not say its own
 SAMPLE_TOKENS = 16  # of a document that a sample goes on from
+SAMPLE_ROWS = 32  # samples that are written side by side
+BLOCK = 2**20  # tokens that are looked at in one go
+GZIP = "gzip"
+LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not give back the text that it was given
 
 
 @dataclass(frozen=True)
@@ -136,32 +148,52 @@ def evaluate(
     `window` adds a line with documents cut to that many tokens of context. A baseline is `gzip`, a model folder, or a
     Hugging Face name; each sees the same bytes.
     """
-    if split not in SPLITS:
-        raise UserError(f"split {split!r} does not exist; choose one of {', '.join(SPLITS)}")
-    if batch_rows < 1 or (max_tokens is not None and max_tokens < 2) or (window is not None and window < 1):
-        raise UserError(
-            f"batch_rows={batch_rows}, max_tokens={max_tokens}, window={window}: need at least 1, 2 and 1 of them"
-        )
+    data = [data] if isinstance(data, str | Path) else data
+    baselines = [baselines] if isinstance(baselines, str) else baselines
+    _check_arguments(data, split, window, samples, max_tokens, batch_rows)
     place = choose_device(device)
+    dtype = choose_dtype(precision, place)
+    opened = [_open_baseline(name) for name in baselines]
     loaded = load(model)
     if loaded.tokenizer is None:
         raise CheckpointError(f"{model} has no tokenizer.json; text cannot be evaluated without one")
+    tokenizer = whole_texts(loaded.tokenizer)
     network = loaded.model.to(place)
-    dtype = choose_dtype(precision, place)
     with ExitStack() as stack:
-        stream = _open_text(data, split, loaded.tokenizer, model, stack)
-        ranges = document_ranges(stream, max_tokens)
-        if not ranges:
-            raise UserError(f"the {split} split of {data[0]} is empty; choose another with --split")
-        text = _Text(stream, ranges, loaded.tokenizer)
+        text = _open_text(data, split, tokenizer, model, stack, max_tokens)
+        _check_ids(str(model), text.stream, network.config.padded_vocab_size)
+        texts = [_in_tokens_of(baseline, text, stack) for baseline in opened]
         results = [
             _evaluate_ours(str(model), network, text, dtype, batch_rows, cut)
             for cut in ([None] if window is None else [None, window])
         ]
-        for name in baselines:
-            results.append(_evaluate_baseline(name, text, place, dtype, batch_rows, window, stack))
+        for baseline, same_text in zip(opened, texts, strict=True):
+            results.append(_evaluate_baseline(baseline, same_text, place, dtype, batch_rows, window))
         written = _samples(network, text, loaded.end_tokens, samples)
     return Evaluation(str(model), [str(path) for path in data], split, results, written)
+
+
+def _check_arguments(
+    data: Sequence[str | Path], split: str, window: int | None, samples: int, max_tokens: int | None, batch_rows: int
+) -> None:
+    """What can be known to be wrong before anything is opened."""
+    if split not in SPLITS:
+        raise UserError(f"split {split!r} does not exist; choose one of {', '.join(SPLITS)}")
+    if not data:
+        raise UserError("there is nothing to evaluate on; name a folder of shards or of text with --data")
+    problems = {
+        f"window={window}: need at least 1": window is not None and window < 1,
+        f"samples={samples}: need at least 0": samples < 0,
+        f"max_tokens={max_tokens}: need at least 2": max_tokens is not None and max_tokens < 2,
+        f"batch_rows={batch_rows}: need at least 1": batch_rows < 1,
+        **{
+            f"{path} does not exist; give a file or folder of text, or a folder of shards": True
+            for path in data
+            if not Path(path).exists() and not datasets.is_dataset(str(path))
+        },
+    }
+    if wrong := [problem for problem, is_wrong in problems.items() if is_wrong]:
+        raise UserError("; ".join(wrong))
 
 
 def keep_in_run(run: Path, evaluation: Evaluation) -> None:
@@ -173,34 +205,92 @@ def keep_in_run(run: Path, evaluation: Evaluation) -> None:
         file.write(json.dumps({"time": now, **evaluation.to_json()}) + "\n")
 
 
+@dataclass(frozen=True)
+class _Document:
+    """A document's text, in parts that are learned and not learned, without the token that ends it."""
+
+    parts: list[tuple[bool, str]]
+    ends: bool  # whether it has such a token: one that is cut short has not
+
+
 class _Text:
     """The documents to be predicted, as tokens and as text."""
 
-    def __init__(self, stream: TokenStream, ranges: list[Range], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, stream: TokenStream, ranges: list[Range], tokenizer: Tokenizer, sources: Sequence[str] = ()
+    ) -> None:
+        """`sources` is where the text was read that all of the stream was made of, if it was."""
         self.stream, self.ranges, self.tokenizer = stream, ranges, tokenizer
         counts = stream.counts
-        if sum(end - begin for begin, end in ranges) == len(stream) and counts.bytes:
-            self.num_bytes, self.num_words = counts.bytes, counts.words
-        else:
-            self.num_bytes = self.num_words = 0
-            for text in self.documents():
-                self.num_bytes += len(text.encode())
-                self.num_words += len(text.split())
+        self.is_whole = sum(end - begin for begin, end in ranges) == len(stream)
+        self.sources = list(sources) if self.is_whole else []
+        self.is_learned = counts.targets == counts.tokens - counts.documents  # all of it
+        # Bytes of all of it; bytes, words and first tokens of what is learned, which is what figures are of.
+        self.all_bytes = self.num_bytes = counts.bytes
+        self.num_words, self.num_firsts = counts.words, len(ranges)
+        if not (self.is_whole and self.is_learned and counts.bytes):
+            self._count()
 
-    def documents(self) -> Iterator[str]:
-        """Each document's text, without the token that ends it."""
+    def _count(self) -> None:
+        self.all_bytes = self.num_bytes = self.num_words = self.num_firsts = 0
+        for document in self.documents():
+            self.num_firsts += document.parts[0][0] if document.parts else 1
+            for is_learned, part in document.parts:
+                self.all_bytes += len(part.encode())
+                if is_learned:
+                    self.num_bytes += len(part.encode())
+                    self.num_words += len(part.split())
+
+    def documents(self) -> Iterator[_Document]:
+        """What the tokens decode to."""
+        layout, end_token = self.stream.layout, self.stream.index.end_token
         for begin, end in self.ranges:
-            tokens = self.stream.layout.tokens(self.stream.read(begin, end)).tolist()
-            if tokens and tokens[-1] == self.stream.index.end_token:
-                tokens.pop()
-            yield str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+            packed = self.stream.read(begin, end)
+            tokens, is_learned = layout.tokens(packed), layout.is_target(packed)
+            is_learned[0] = len(packed) == 1 or is_learned[1]  # a document's first token is no target in any case
+            if ends := bool(tokens[-1] == end_token):
+                tokens, is_learned = tokens[:-1], is_learned[:-1]
+            cuts = np.flatnonzero(is_learned[1:] != is_learned[:-1]) + 1
+            parts = [
+                (bool(learned[0]), str(self.tokenizer.decode(piece.tolist(), skip_special_tokens=False)))
+                for piece, learned in zip(np.split(tokens, cuts), np.split(is_learned, cuts), strict=True)
+                if len(piece)
+            ]
+            if parts and not ends:  # cut short, perhaps inside a character
+                parts[-1] = parts[-1][0], parts[-1][1].rstrip("\ufffd")
+            yield _Document(parts, ends)
 
-    def result(self, name: str, found: Score, vocab_size: int, window: int | None) -> Result:
+    @cached_property
+    def why_not_exact(self) -> str | None:
+        """Why what the tokens decode to is not the text that they were made of; None where it is, or nobody knows."""
+        normalizer = self.tokenizer.normalizer
+        if normalizer is not None and normalizer.normalize_str(LETTERS).replace("▁", " ").strip() != LETTERS:
+            return "the model's tokenizer changes letters before it reads them"
+        counts = self.stream.counts
+        if self.is_whole and counts.bytes:
+            num_bytes = num_words = 0
+            for document in self.documents():
+                for _, part in document.parts:
+                    num_bytes += len(part.encode())
+                    num_words += len(part.split())
+            if (num_bytes, num_words) != (counts.bytes, counts.words):
+                return (
+                    f"the model's tokenizer loses some of it: the tokens decode to {num_bytes:,} bytes and "
+                    f"{num_words:,} words, but were made of {counts.bytes:,} and {counts.words:,}"
+                )
+        return None
+
+    def same_as(self, other: _Text) -> _Text:
+        """This text, which is the other one in other tokens: its figures are of the same bytes and words."""
+        self.all_bytes, self.num_bytes, self.num_words = other.all_bytes, other.num_bytes, other.num_words
+        return self
+
+    def result(self, name: str, found: Score, window: int | None) -> Result:
         if found.targets == 0:
             raise UserError("the text has no token to predict: its documents have one token each")
         if not math.isfinite(found.loss_sum):
             raise UserError(f"the loss of {name} is {found.loss_sum}: its weights are not finite, or overflow")
-        nats = found.loss_sum + len(self.ranges) * math.log(vocab_size)
+        nats = found.loss_sum + self.num_firsts * math.log(self.stream.index.vocab_size)
         return Result(
             model=name,
             loss=found.loss,
@@ -216,25 +306,40 @@ class _Text:
 
 
 def _open_text(
-    data: Sequence[str | Path], split: str, tokenizer: Tokenizer, model: str | Path, stack: ExitStack
-) -> TokenStream:
+    data: Sequence[str | Path], split: str, tokenizer: Tokenizer, model: str | Path, stack: ExitStack,
+    max_tokens: int | None,
+) -> _Text:  # fmt: skip
     """Tokens of the model's own tokenizer: from shards made with it, or made now from text."""
-    if not data:
-        raise UserError("there is nothing to evaluate on; name a folder of shards or of text with --data")
     folder = Path(data[0])
+    sources: list[str] = []
     if all(is_tokens(Path(path)) for path in data):
-        return _take_over([Path(path) for path in data], tokenizer, Path(model), stack)
-    if not is_shards(folder):
-        return _retokenize([str(path) for path in data], tokenizer, stack)
-    if len(data) > 1:
-        raise UserError("--data names a folder of shards and more; name one such folder, or text alone")
-    stream = TokenStream(folder, split)
-    if not same_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"), tokenizer.to_str()):
-        raise UserError(
-            f"the shards in {folder} were made with another tokenizer than {model} has; "
-            "evaluate on the text itself, or prepare it with this model's tokenizer.json"
-        )
-    return stream
+        stream = _take_over([Path(path) for path in data], tokenizer, Path(model), stack)
+    elif not is_shards(folder):
+        sources = [str(path) for path in data]
+        stream = _retokenize(sources, tokenizer, stack)
+    else:
+        if len(data) > 1:
+            raise UserError("--data names a folder of shards and more; name one such folder, or text alone")
+        stream = TokenStream(folder, split)
+        if not same_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"), tokenizer.to_str()):
+            raise UserError(
+                f"the shards in {folder} were made with another tokenizer than {model} has; "
+                "evaluate on the text itself, or prepare it with this model's tokenizer.json"
+            )
+    ranges = document_ranges(stream, max_tokens)
+    if not ranges:
+        raise UserError(f"the {split} split of {data[0]} is empty; choose another with --split")
+    return _Text(stream, ranges, tokenizer, sources)
+
+
+def _check_ids(name: str, stream: TokenStream, num_ids: int) -> None:
+    """A GPU would not say which token it was."""
+    for begin in range(0, len(stream), BLOCK):
+        largest = int(stream.layout.tokens(stream.read(begin, begin + BLOCK)).max())
+        if largest >= num_ids:
+            raise CheckpointError(
+                f"{name} has {num_ids} tokens, but its tokenizer.json gives number {largest}: they are not of one model"
+            )
 
 
 def _retokenize(sources: list[str], tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
@@ -253,48 +358,133 @@ def _take_over(files: list[Path], tokenizer: Tokenizer, model: Path, stack: Exit
     return TokenStream(adopt(files, str(given), split="train"), "train")
 
 
+def _encode_again(text: _Text, tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
+    """The documents of a text in the tokens of another tokenizer."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-")))
+    layout = LAYOUTS["packed32" if vocab_size(tokenizer) <= LAYOUTS["packed32"].largest_vocabulary else "wide64"]
+    encoder, found = Encoder(tokenizer), Counter[str]()
+    with (
+        ShardWriter(folder, "train", layout, SHARD_TOKENS) as writer,
+        progress("tokenizing", text.all_bytes, "MB", 1e6) as advance,
+    ):
+        for document in text.documents():
+            position = 0
+            for number, (is_learned, part) in enumerate(document.parts, 1):
+                encoded = encoder.encode(part.encode())
+                tokens = encoded.tokens
+                if document.ends and number == len(document.parts) and position + len(tokens):
+                    tokens = np.append(tokens, end_of(tokenizer))
+                packed = layout.pack(tokens, position, starts_document=position == 0, learn=is_learned)
+                writer.write(packed)
+                found["documents"] += position == 0 and len(packed) > 0
+                found["tokens"] += len(packed)
+                found["targets"] += int(layout.is_target(packed).sum())
+                found["bytes"] += encoded.num_bytes
+                found["words"] += encoded.num_words
+                position += len(packed)
+                advance(encoded.num_bytes)
+        written = writer.close()
+    counts = {"train": SplitCounts(**found), "val": SplitCounts()}
+    write_index(folder, layout, "given", tokenizer, {"train": written, "val": []}, counts, {})
+    return TokenStream(folder, "train")
+
+
 def _evaluate_ours(name: str, model: MambaLM, text: _Text, dtype: torch.dtype, rows: int, window: int | None) -> Result:
     total = int(sum(end - begin for begin, end in text.ranges))
     with progress(f"evaluating {name}", total, "tokens") as advance:
         batches = lanes(text.stream, text.ranges, rows, LENGTH, window)
         found = score(model, batches, dtype=dtype, after_batch=advance)
-    return text.result(name, found, text.stream.index.vocab_size, window)
+    return text.result(name, found, window)
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    """Something to stand beside the model: gzip, or a folder that has all that its model needs."""
+
+    name: str
+    folder: Path = Path()
+    tokenizer: Tokenizer | None = None  # None: gzip
+    is_mamba: bool = False
+    num_ids: int | None = None
+
+
+def _open_baseline(name: str) -> _Baseline:
+    """All that can be wrong with a baseline is told before anything is evaluated. Its weights are not read yet."""
+    if name == GZIP:
+        return _Baseline(name)
+    folder = native.find(Path(name)) if name and Path(name).is_dir() else _download(name)
+    values = read_json(folder / "config.json")
+    is_mamba = state_spaces.is_state_spaces(values) or values.get("model_type") in huggingface.MODEL_TYPES
+    shapes = read_shapes(folder)
+    num_ids = None
+    if is_mamba:
+        config = read_config(folder)
+        check_fit(config, {huggingface.our_name(part): shape for part, shape in shapes.items()}, folder)
+        num_ids = config.padded_vocab_size
+    else:
+        _check_foreign(name, folder, values)
+    if not (folder / TOKENIZER).is_file():
+        raise CheckpointError(f"the baseline {name} has no tokenizer.json; it cannot be given the same text")
+    return _Baseline(name, folder, open_tokenizer(str(folder / TOKENIZER)), is_mamba, num_ids)
+
+
+def _in_tokens_of(baseline: _Baseline, text: _Text, stack: ExitStack) -> _Text:
+    """The same text, byte for byte, in the baseline's tokens; gzip takes it as it is."""
+    if baseline.tokenizer is not None and same_tokenizer(baseline.tokenizer.to_str(), text.tokenizer.to_str()):
+        same = text
+    else:
+        if not text.sources and text.why_not_exact is not None:
+            raise UserError(
+                f"the baseline {baseline.name} cannot be given the same text: {text.why_not_exact}. "
+                "Evaluate on the text itself: name its files or folders with --data"
+            )
+        if baseline.tokenizer is None:
+            return text
+        if text.sources:
+            stream = _retokenize(text.sources, baseline.tokenizer, stack)
+        else:
+            stream = _encode_again(text, baseline.tokenizer, stack)
+        _check_bytes(baseline.name, stream.counts.bytes, text.all_bytes)
+        same = _Text(stream, document_ranges(stream), baseline.tokenizer).same_as(text)
+    if baseline.num_ids is not None:
+        _check_ids(baseline.name, same.stream, baseline.num_ids)
+    return same
+
+
+def _check_bytes(name: str, given: int, measured: int) -> None:
+    if given != measured:
+        raise UserError(
+            f"the baseline {name} was given {given:,} bytes, but the model was measured on {measured:,}; "
+            "did the text change meanwhile?"
+        )
 
 
 def _evaluate_baseline(
-    name: str,
-    text: _Text,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    window: int | None,
-    stack: ExitStack,
+    baseline: _Baseline, text: _Text, device: torch.device, dtype: torch.dtype, rows: int, window: int | None
 ) -> Result:
-    if name == "gzip":
+    if baseline.tokenizer is None:
         return _evaluate_gzip(text)
-    folder = native.find(Path(name)) if Path(name).is_dir() else _download(name)
-    tokenizer_file = folder / TOKENIZER
-    if not tokenizer_file.is_file():
-        raise CheckpointError(f"the baseline {name} has no tokenizer.json; it cannot be given the same text")
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    if not same_tokenizer(tokenizer.to_str(), text.tokenizer.to_str()):
-        sources = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-")))
-        for number, document in enumerate(text.documents()):
-            (sources / f"{number:08d}.txt").write_bytes(document.encode())
-        stream = _retokenize([str(sources)], tokenizer, stack)
-        text = _Text(stream, document_ranges(stream), tokenizer)
-    try:
-        model = load(folder).model.to(device)
-    except CheckpointError:
-        return _evaluate_foreign(name, folder, text, device, dtype, window)
-    return _evaluate_ours(name, model, text, dtype, rows, None)
+    if not baseline.is_mamba:
+        return _evaluate_foreign(baseline.name, baseline.folder, text, device, dtype, window)
+    return _evaluate_ours(baseline.name, load(baseline.folder).model.to(device), text, dtype, rows, None)
 
 
 def _evaluate_gzip(text: _Text) -> Result:
-    """Each document compressed by itself, as `gzip -9` does with files."""
-    packed = sum(len(gzip.compress(document.encode(), 9, mtime=0)) for document in text.documents())
+    """All documents one after another, as one stream: `cat FILES | gzip -9`."""
+    if text.sources and text.is_learned and text.why_not_exact is not None:
+        parts: Iterable[str] = (document for _, document in documents(text.sources))
+    else:
+        parts = (part for document in text.documents() for is_learned, part in document.parts if is_learned)
+    stream = zlib.compressobj(9, wbits=31)  # gzip's own form
+    given = packed = 0
+    for part in parts:
+        data = part.encode("utf-8", "replace")
+        given += len(data)
+        packed += len(stream.compress(data))
+    packed += len(stream.flush())
+    _check_bytes(GZIP, given, text.num_bytes)
     return Result(
-        model="gzip -9",
+        model="gzip -9, one stream",
         bits_per_byte=8 * packed / max(1, text.num_bytes),
         documents=len(text.ranges),
         words=text.num_words,
@@ -305,7 +495,7 @@ def _evaluate_gzip(text: _Text) -> Result:
 def _download(name: str) -> Path:
     """A model's files from Hugging Face, or from its cache here."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise UserError(f"the baseline {name} is not a folder; give gzip, a model folder, or a Hugging Face name")
+        raise UserError(f"the baseline {name!r} is not a folder; give gzip, a model folder, or a Hugging Face name")
     from huggingface_hub import snapshot_download
 
     try:
@@ -317,22 +507,57 @@ def _download(name: str) -> Path:
         ) from None
 
 
+def _check_foreign(name: str, folder: Path, values: dict[str, Any]) -> None:
+    """Whether transformers knows a model of this kind."""
+    if not isinstance(values.get("model_type"), str):
+        raise CheckpointError(f"{folder / 'config.json'} has no model_type; the baseline {name} cannot be opened")
+    try:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    except ImportError:
+        raise UserError(
+            f"the baseline {name} is a {values['model_type']}, and no Mamba; transformers can open it: "
+            "pip install 'mambakit[baselines]'"
+        ) from None
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds
+        raise CheckpointError(f"the baseline {name} cannot be opened: {_first_line(error)}") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"the baseline {name} is a {config.model_type}, which does not predict the next token")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _open_foreign(name: str, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # of many kinds
+        raise CheckpointError(f"the baseline {name} cannot be opened: {_first_line(error)}") from None
+    model, loading = opened
+    if absent := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+        raise CheckpointError(  # transformers has filled them with random numbers
+            f"the weights in {folder} do not fit its config.json: {absent[0]} is missing or has another shape"
+            + (f"; and {len(absent) - 1} more" if len(absent) > 1 else "")
+        )
+    return model
+
+
 def _evaluate_foreign(
     name: str, folder: Path, text: _Text, device: torch.device, dtype: torch.dtype, window: int | None
 ) -> Result:
     """A model that is not a Mamba, through transformers, in windows of the context it was made for."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise UserError(
-            f"the baseline {name} is not a Mamba; transformers can open it: pip install 'mambakit[baselines]'"
-        ) from None
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the baseline {name} cannot be opened: {str(error).splitlines()[0]}") from None
+    model = _open_foreign(name, folder)
     model.to(device).eval()
-    context = window or min(getattr(model.config, "max_position_embeddings", BASELINE_CONTEXT), BASELINE_CONTEXT)
+    _check_ids(name, text.stream, model.get_input_embeddings().num_embeddings)
+    context = min(
+        window or BASELINE_CONTEXT, getattr(model.config, "max_position_embeddings", None) or BASELINE_CONTEXT
+    )
     loss_sum, targets = 0.0, 0
     total = int(sum(end - begin for begin, end in text.ranges))
     with progress(f"evaluating {name}", total, "tokens") as advance:
@@ -340,28 +565,27 @@ def _evaluate_foreign(
             for at in range(begin, end - 1, context):
                 packed = text.stream.read(at, min(end, at + context + 1))
                 tokens = torch.from_numpy(text.stream.layout.tokens(packed).astype("int64")).to(device)[None]
+                is_target = torch.from_numpy(text.stream.layout.is_target(packed)).to(device)[1:]
                 with torch.inference_mode(), autocast(device, dtype):
                     logits = model(input_ids=tokens[:, :-1]).logits
-                loss = torch.nn.functional.cross_entropy(logits[0].float(), tokens[0, 1:], reduction="sum")
-                loss_sum += float(loss)
-                targets += tokens.shape[1] - 1
+                loss = torch.nn.functional.cross_entropy(logits[0].float(), tokens[0, 1:], reduction="none")
+                loss_sum += float(loss[is_target].sum())
+                targets += int(is_target.sum())
                 advance(tokens.shape[1] - 1)
-    return text.result(name, Score(loss_sum, targets), text.stream.index.vocab_size, context)
+    return text.result(name, Score(loss_sum, targets), context)
 
 
 def _samples(model: MambaLM, text: _Text, end_tokens: Sequence[int], count: int) -> list[dict[str, str]]:
     """What the model writes after the beginnings of some of the documents."""
-    from .generate import generate_text
-
-    stream = text.stream
-    beginnings = [
-        stream.layout.tokens(stream.read(begin, min(end - 1, begin + SAMPLE_TOKENS))).tolist()
-        for begin, end in text.ranges[: max(0, count)]
-    ]
-    prompts = [prompt for prompt in (text.tokenizer.decode(tokens) for tokens in beginnings) if prompt]
+    stream, prompts = text.stream, []
+    for begin, end in text.ranges[:count]:
+        tokens = stream.layout.tokens(stream.read(begin, min(end - 1, begin + SAMPLE_TOKENS))).tolist()
+        prompts.append(text.tokenizer.decode(tokens).rstrip("\ufffd"))  # which ends inside a character
+    prompts = [prompt for prompt in prompts if prompt]
     texts = [""] * len(prompts)
-    if prompts:
-        options: dict[str, Any] = {"seed": 0, "temperature": 0.8, "top_p": 0.95}
-        for row, piece in generate_text(model, text.tokenizer, prompts, end_tokens=end_tokens, **options):
-            texts[row] += piece
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "end_tokens": end_tokens}
+    for first in range(0, len(prompts), SAMPLE_ROWS):
+        some = prompts[first : first + SAMPLE_ROWS]
+        for row, piece in generate_text(model, text.tokenizer, some, seed=first, **options):
+            texts[first + row] += piece
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]

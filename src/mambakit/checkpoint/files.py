@@ -11,7 +11,7 @@ from pickle import UnpicklingError  # what torch's weights-only loader raises
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,25 +34,46 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder: safetensors where there is one, else PyTorch's .bin through the weights-only loader."""
+    weights: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        weights.update(read_weight_file(path))
+    return weights
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the same tensors, of which nothing else is read. Finds files that are missing or cut short."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, "pt") as file:
+                    shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
+        else:
+            shapes.update({name: tuple(tensor.shape) for name, tensor in read_weight_file(path).items()})
+    return shapes
+
+
+def _weight_files(folder: Path) -> list[Path]:
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
-            return read_weight_file(folder / name)
+            return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            return _read_weight_shards(folder, read_json(index), index)
+            return _weight_shards(folder, read_json(index), index)
     raise CheckpointError(f"{folder} has no weights; need model.safetensors, pytorch_model.bin, or an index of either")
 
 
-def _read_weight_shards(folder: Path, index: dict[str, Any], path: Path) -> dict[str, Tensor]:
+def _weight_shards(folder: Path, index: dict[str, Any], path: Path) -> list[Path]:
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{path} has no weight_map")
-    weights: dict[str, Tensor] = {}
-    for name in sorted({str(value) for value in names.values()}):
+    found = sorted({str(value) for value in names.values()})
+    for name in found:
         if Path(name).name != name:  # an index must not lead out of its folder
             raise CheckpointError(f"{path} names the file {name!r}; need plain file names")
-        weights.update(read_weight_file(folder / name))
-    return weights
+    return [folder / name for name in found]
 
 
 def read_weight_file(path: Path) -> dict[str, Tensor]:
@@ -95,9 +116,7 @@ def build_model(
     config: ModelConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
 ) -> MambaLM:
     """A model with these weights, named as state-spaces names them, in their own dtype unless another is asked for."""
-    _check_layers(config, weights, folder)
-    with torch.device("meta"):
-        model = MambaLM(config)
+    model = _empty_model(config, weights, folder)
     if config.tie_embeddings:
         head = weights.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, weights.get("backbone.embedding.weight", head)):
@@ -105,7 +124,7 @@ def build_model(
                 f"config.json in {folder} ties the output layer to the embedding, but the two differ in the weights; "
                 "set tie_word_embeddings (tie_embeddings) to false there"
             )
-    _check_names({name: tuple(p.shape) for name, p in model.named_parameters()}, weights, folder)
+    _check_names(model, {name: tuple(tensor.shape) for name, tensor in weights.items()}, folder)
     kept = set(model.names_kept_in_fp32())
     _check_dtypes(kept, weights, folder, dtype)
     for name, tensor in weights.items():
@@ -116,11 +135,20 @@ def build_model(
     return model
 
 
-def _check_layers(config: ModelConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Before anything is built: a config of a million layers must not cost more than a look."""
+def check_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise where weights of these shapes, named as state-spaces names them, are not those of the model."""
+    model = _empty_model(config, shapes, folder)
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    _check_names(model, {name: shape for name, shape in shapes.items() if name not in tied}, folder)
+
+
+def _empty_model(config: ModelConfig, weights: Mapping[str, object], folder: Path) -> MambaLM:
+    # Before anything is built: a config of a million layers must not cost more than a look.
     found = len({name.split(".")[2] for name in weights if name.startswith("backbone.layers.")})
     if found != config.num_layers:
         raise CheckpointError(f"config.json in {folder} says {config.num_layers} layers, but the weights have {found}")
+    with torch.device("meta"):
+        return MambaLM(config)
 
 
 def _check_dtypes(kept: set[str], weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
@@ -133,13 +161,14 @@ def _check_dtypes(kept: set[str], weights: dict[str, Tensor], folder: Path, dtyp
         )
 
 
-def _check_names(expected: dict[str, tuple[int, ...]], weights: dict[str, Tensor], folder: Path) -> None:
-    problems = [f"{name} is missing" for name in expected if name not in weights]
-    problems += [f"{name} is not part of such a model" for name in weights if name not in expected]
+def _check_names(model: MambaLM, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
+    problems += [f"{name} is not part of such a model" for name in shapes if name not in expected]
     problems += [
-        f"{name} has shape {tuple(weights[name].shape)}, need {shape}"
+        f"{name} has shape {shapes[name]}, need {shape}"
         for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != shape
+        if name in shapes and shapes[name] != shape
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

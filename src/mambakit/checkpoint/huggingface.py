@@ -34,7 +34,7 @@ ARCHITECTURES = {
 def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
     """The model in a folder of Hugging Face's form."""
     config = config_from_huggingface(read_json(folder / "config.json"))
-    weights = {_our_name(name): tensor for name, tensor in read_weights(folder).items()}
+    weights = {our_name(name): tensor for name, tensor in read_weights(folder).items()}
     return build_model(config, weights, folder, dtype)
 
 
@@ -67,7 +67,8 @@ def write_into(folder: Path, model: MambaLM, tokenizer: Tokenizer | None, end_to
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
 
 
-def _our_name(name: str) -> str:
+def our_name(name: str) -> str:
+    """What transformers calls a parameter, as state-spaces and we call it."""
     return name.replace("backbone.embeddings.", "backbone.embedding.")
 
 
