@@ -102,11 +102,12 @@ def prepare(
     /,
     out: Annotated[Path, arg(metavar="DIR", help="the folder of shards to make")],
     tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
-    val_fraction: Annotated[float, arg(help="share held out for validation: of the documents, or of blocks of them where they are few")] = 0.02,
+    val_fraction: Annotated[float | None, arg(metavar="FLOAT", help="share held out for validation: of the documents, or of blocks of them where they are few; 0.02 unless set, and up to 0.1 where that is less than 128 KiB", help_behavior_hint="")] = None,
     workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
     strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
     layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
     text_column: Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\\n\\n{text}'; found by itself unless set", help_behavior_hint="")] = None,
+    separator: Annotated[str | None, arg(metavar="TEXT", help="what stands between the documents of one file, such as '<|endoftext|>'; none keeps such markers as letters of the text; where it is not set, they are kept too, and reported", help_behavior_hint="")] = None,
     min_characters: Annotated[int, arg(help="leave out documents that are shorter")] = 0,
     copies: Annotated[Literal["keep", "exact", "near"], arg(help="leave out documents that are copies of earlier ones: exact, or near ones too (most runs of five words shared)")] = "keep",
     task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
@@ -130,7 +131,7 @@ def prepare(
 
     options: dict[str, Any] = {
         "tokenizer": tokenizer, "val_fraction": val_fraction, "workers": workers, "strict": strict, "layout": layout,
-        "text_column": text_column.replace("\\n", "\n") if text_column else None,
+        "text_column": text_column.replace("\\n", "\n") if text_column else None, "separator": separator,
         "min_characters": min_characters, "copies": copies,
     }  # fmt: skip
     if task is not None:
@@ -156,6 +157,10 @@ def prepare(
         for split, counts in index.counts.items():
             ratio = f", {counts.bytes / counts.tokens:.2f} bytes per token" if counts.tokens else ""
             _print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens{ratio}")
+        if whole := sum(counts.bytes for counts in index.counts.values()):
+            held = index.counts["val"].bytes
+            by = sorted({source["held_out_by"] for source in index.sources.values()})
+            _print(f"held out for validation: {held:,} bytes of text, {held / whole:.1%}, by {' and '.join(by)}")
         _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
         say(f"train on it with\n  mambakit train --data {out}")
     return 0
@@ -168,8 +173,9 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             flags.append(flag)
-        elif value not in (None, False):
-            flags += [flag, str(value).replace("\n", "\\n") if name == "text_column" else str(value)]
+        elif value is not None and value is not False:  # 0 is a value
+            text = str(value).replace("\n", "\\n") if name == "text_column" else str(value)
+            flags += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return flags
 
 

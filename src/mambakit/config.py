@@ -240,7 +240,14 @@ class DataConfig(Settings):
         "train:8192",
         description="for text: bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB (learned from the text)",
     )
-    val_fraction: float = Field(0.02, ge=0, lt=1, description="for text: share held out for validation")
+    val_fraction: float | None = Field(
+        None, ge=0, lt=1,
+        description="for text: share held out for validation; unless set, 0.02, and up to 0.1 of less than 6.5 MB",
+    )  # fmt: skip
+    separator: str | None = Field(
+        None, min_length=1, max_length=2**16,
+        description="for text: what stands between the documents of one file; none cuts nowhere and says nothing",
+    )  # fmt: skip
     text_column: str | None = Field(
         None, description="for records: the column that is their text, or a template such as {title}: {text}"
     )

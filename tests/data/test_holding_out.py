@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from mambakit.data.documents import Part
-from mambakit.data.holding_out import BLOCK_BYTES, PIECE_BYTES, Piece, _cut, draw, draws, limit_of, pieces
+from mambakit.data.holding_out import BLOCK_BYTES, PIECE_BYTES, Piece, Survey, _cut, draw, limit_of, pieces
 
 
 def _cuts(text: str, limit: int) -> list[bytes]:
@@ -62,7 +62,9 @@ def test_records_draw_by_their_number() -> None:
     found = _split(parts, 0.3, has_records=True)
     held = [int(data) for piece, data in found if piece.split == "val"]
     assert held == [i for i in range(200) if draw(f"name#{i}") < 0.3] and 30 < len(held) < 90
-    assert list(draws(parts, "name", by_block=False, has_records=True)) == [draw(f"name#{i}") for i in range(200)]
+    survey = Survey()
+    survey.add(parts, "name", has_records=True)
+    assert survey.documents == [draw(f"name#{i}") for i in range(200)]
 
 
 def test_blocks_of_a_text_are_held_out_and_neighbours_stay_together() -> None:
@@ -73,9 +75,10 @@ def test_blocks_of_a_text_are_held_out_and_neighbours_stay_together() -> None:
     for (piece, _), (after, _) in itertools.pairwise(found):
         assert piece.ends == after.starts == (piece.split != after.split)
     assert max(len(data) for _, data in found) <= PIECE_BYTES
-    assert len(list(draws([Part(text)], "name", by_block=True, has_records=False))) == -(
-        -len(text) // (BLOCK_BYTES // 15 * 15)
-    )
+    survey = Survey()
+    survey.add([Part(text)], "name", has_records=False)
+    assert len(survey.blocks) == -(-len(text) // (BLOCK_BYTES // 15 * 15))
+    assert survey.documents == [draw("name")] and survey.num_bytes == len(text)
 
 
 def test_a_limit_holds_out_one_of_few_and_never_all() -> None:

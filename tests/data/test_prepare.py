@@ -121,6 +121,49 @@ def test_few_documents_are_held_out_by_blocks(tmp_path: Path, sizes: tuple[int, 
     assert index.counts["val"].bytes <= max(1.3 * BLOCK_BYTES, 2 * val_fraction * BLOCK_BYTES * blocks)
 
 
+def _lines(size: int) -> str:
+    """So many bytes of text, of which no two lines are the same."""
+    return "".join(f"line {i:06} of a text\n" for i in range(size // 22))
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "by"),
+    [(60_000, 0.1, "blocks"), (1_100_000, 0.1, "blocks"), (4_000_000, 0.05, "blocks"), (8_000_000, 0.02, "blocks")],
+)
+def test_enough_is_held_out_to_measure_by(tmp_path: Path, size: int, share: float, by: str) -> None:
+    source = cases.write_texts(tmp_path / "texts", {"a": _lines(size)})
+    index = prepare([source], tmp_path / "shards", tokenizer="bytes")
+    held = index.counts["val"].bytes
+    assert 0.5 * share * size < held < 1.7 * share * size
+    assert held > 100_000 or size < 1_000_000
+    summary = index.sources[str(source)]
+    assert (summary["val_fraction"], summary["held_out_by"], summary["held_out_bytes"]) == (share, by, held)
+    given = prepare([source], tmp_path / "given", tokenizer="bytes", val_fraction=share)
+    assert given.shards == index.shards
+
+
+def test_a_share_that_was_given_is_taken(tmp_path: Path) -> None:
+    source = cases.write_texts(tmp_path / "texts", {"a": _lines(1_100_000)})
+    index = prepare([source], tmp_path / "shards", tokenizer="bytes", val_fraction=0.02)
+    assert index.counts["val"].bytes < 40_000
+    assert index.sources[str(source)]["val_fraction"] == 0.02
+    assert prepare([source], tmp_path / "none", tokenizer="bytes", val_fraction=0).counts["val"].bytes == 0
+
+
+def test_the_share_is_of_the_text_and_not_of_what_is_around_it(tmp_path: Path) -> None:
+    """A file of which little is text: by its size, 2 % would do."""
+    heavy = "<html><style>" + "x" * 9_000_000 + "</style><p>" + _lines(900_000) + "</html>"
+    source = cases.write_texts(tmp_path / "texts", {"a.html": heavy})
+    index = prepare([source], tmp_path / "shards", tokenizer="bytes")
+    assert index.sources[str(source)]["val_fraction"] == 0.1
+
+
+def test_the_share_is_of_all_sources_together(tmp_path: Path) -> None:
+    sources = [cases.write_texts(tmp_path / f"{i}", {f"{i}": _lines(1_000_000)}) for i in range(8)]
+    index = prepare(sources, tmp_path / "shards", tokenizer="bytes")
+    assert {summary["val_fraction"] for summary in index.sources.values()} == {0.02}
+
+
 def test_one_block_is_all_for_training(tmp_path: Path) -> None:
     source = cases.write_texts(tmp_path / "texts", {"a": "a short note"})
     prepare([source], tmp_path / "shards", tokenizer="bytes")

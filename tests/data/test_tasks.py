@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import functools
 import gzip
+import inspect
 import json
 import lzma
 import os
@@ -16,13 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tyro
 
+from mambakit import cli
 from mambakit.cli import main
 from mambakit.data import tasks
 from mambakit.data.cluster import slurm_script
 from mambakit.data.datasets import absolute
 from mambakit.data.prepare import documents, prepare, prepare_part
-from mambakit.data.shards import LAYOUTS, ShardError, TokenStream
+from mambakit.data.shards import LAYOUTS, ShardError, TokenStream, read_index
 from mambakit.files import UserError
 
 from . import cases
@@ -167,6 +171,76 @@ def test_the_script_for_a_cluster_says_what_was_asked(tmp_path: Path, capsys: py
     assert "--strict" in text and "{title}\\n{text}" in text
     with pytest.raises(UserError, match="--sbatch 0: need a number of parts"):
         slurm_script(["a"], out, [], 0)
+
+
+_SBATCH = """#!/bin/bash
+# Runs what it is given, at once: an array as one process after the other.
+last=0
+while [ $# -gt 1 ]; do
+  case "$1" in
+    --array=*) last="${1##*-}" ;;
+  esac
+  shift
+done
+for SLURM_ARRAY_TASK_ID in $(seq 0 "$last"); do
+  export SLURM_ARRAY_TASK_ID
+  bash -c "$1" >&2 || exit 1
+done
+echo 7
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a script for bash")
+def test_the_script_for_a_cluster_does_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With values that are easily lost: zeros, and what looks like a flag."""
+    source = cases.write_texts(tmp_path / "a b", {f"{i}.txt": f"text {i}\n--- \nmore {i}\n" * 50 for i in range(9)})
+    flags = [
+        "--tokenizer",
+        "bytes",
+        "--val-fraction",
+        "0",
+        "--separator=--- \\n",
+        "--copies",
+        "exact",
+        "--workers",
+        "1",
+    ]
+    assert main(["prepare", str(source), "--out", str(tmp_path / "direct"), *flags]) == 0
+    assert main(["prepare", str(source), "--out", str(tmp_path / "by parts"), "--sbatch", "2", *flags]) == 0
+    script = capsys.readouterr().out.splitlines()[-1].removeprefix("bash ")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(_SBATCH)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    subprocess.run(["bash", script], env=environment, check=True, capture_output=True, timeout=120)
+    assert cases.contents(tmp_path / "by parts") == cases.contents(tmp_path / "direct")
+    assert read_index(tmp_path / "direct").counts["val"].tokens == 0
+    assert read_index(tmp_path / "direct").counts["train"].documents == 27
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_fraction": 0.0, "min_characters": 0, "strict": False},
+        {"val_fraction": 0.25, "workers": 3, "strict": True, "layout": "wide64", "copies": "near"},
+        {"val_fraction": None, "text_column": "{title}\n\n{text}", "separator": "---", "tokenizer": "train:300"},
+        {"separator": "-x y", "text_column": "-a", "min_characters": 7, "tokenizer": ""},
+    ],
+)
+def test_flags_say_what_options_were_given(options: dict[str, Any]) -> None:
+    @functools.wraps(cli.prepare)
+    def parsed(*sources: Any, **given: Any) -> dict[str, Any]:
+        return given
+
+    given = tyro.cli(
+        parsed, args=["source", "--out", "out", *cli._as_flags(options)], config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    column = given["text_column"]
+    given["text_column"] = column.replace("\\n", "\n") if column else None  # as the command does
+    usual = {name: value.default for name, value in inspect.signature(cli.prepare).parameters.items()}
+    for name, value in given.items():
+        if name not in ("out", "source"):
+            assert value == options.get(name, usual[name]), name
 
 
 def _lines(folder: Path, name: str, records: Iterable[object]) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -53,15 +53,23 @@ def document_names(name: str, has_records: bool) -> Iterator[str]:
         number += 1
 
 
-def draws(parts: Iterable[Part], name: str, *, by_block: bool, has_records: bool) -> Iterator[float]:
-    """All that a file would draw."""
-    names = document_names(name, has_records)
-    if by_block:
+@dataclass
+class Survey:
+    """What the documents of a file would draw, whole or by blocks, and how much text there is."""
+
+    documents: list[float] = field(default_factory=list)
+    blocks: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, parts: Iterable[Part], name: str, *, has_records: bool) -> None:
+        """Read a file. What was seen of one that breaks off stays."""
+        names = document_names(name, has_records)
         for document in documents_of(parts):
             called = next(names)
-            yield from (draw(called, number) for number, _ in enumerate(_cut(document, BLOCK_BYTES)))
-    else:
-        yield from (draw(next(names)) for part in parts if part.ends)
+            for number, (_, data) in enumerate(_cut(document, BLOCK_BYTES)):
+                self.blocks.append(draw(called, number))
+                self.num_bytes += len(data)
+            self.documents.append(draw(called))
 
 
 Chosen = Callable[[Iterator[Part]], "Iterator[Part] | None"]

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -31,6 +32,7 @@ from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter
 from .documents import Part, Unreadable
 from .reading import Own, Reading, check_readers
+from .separators import KEPT, check_separator, cut
 from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
 from .sources import Skipped, list_files
 from .tasks import Merged, Settings, Source, Task
@@ -38,6 +40,12 @@ from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
 SAMPLE_BYTES = 2**26  # of text that a tokenizer is learned from
 SHARD_TOKENS = 2**26
+SHARES = (
+    0.02,
+    0.05,
+    0.1,
+)  # held out unless a share is given: the smallest that gives so many bytes of text, or the last
+LEAST_BYTES = 2**17
 REPORT = "prepare.json"
 
 
@@ -46,11 +54,12 @@ def prepare(
     out: str | Path,
     *,
     tokenizer: str = "train:8192",
-    val_fraction: float = 0.02,
+    val_fraction: float | None = None,
     workers: int | None = None,
     strict: bool = False,
     layout: str | None = None,
     text_column: str | None = None,
+    separator: str | None = None,
     readers: Mapping[str, Own] | None = None,
     min_characters: int = 0,
     copies: str = "keep",
@@ -61,17 +70,19 @@ def prepare(
     """Make a folder of shards from files and folders of documents; returns its index.
 
     `tokenizer` is `bytes`, a tokenizer.json, a Hugging Face name, or `train:VOCAB`. Where documents are many, the same
-    document always falls on the same side of the split, whatever else is there. `strict` makes a file that cannot be
-    read an error. `layout` is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named. `text_column`
-    says which column of records is their text, or how to join several: "{title}\n\n{text}". `readers` has functions of
-    your own by suffix, from a path to the texts of its documents. Left out are documents of fewer than
-    `min_characters`, `copies` (keep, exact or near ones) of earlier ones, and what one of the `filters`, functions from
-    a text to whether it stays, refuses. The folder `leave_out`, somewhere inside the sources, is passed over.
+    document always falls on the same side of the split, whatever else is there. `val_fraction` is 0.02 unless set, and
+    up to 0.1 where that would hold out less than 128 KiB. `strict` makes a file that cannot be read an error. `layout`
+    is packed32 for vocabularies up to 65,536 and wide64 beyond, unless named. `text_column` says which column of
+    records is their text, or how to join several: "{title}\n\n{text}". `separator` stands between the documents of one
+    file; with "none", nothing is said of markers in the text. `readers` has functions of your own by suffix, from a
+    path to the texts of its documents. Left out are documents of fewer than `min_characters`, `copies` (keep, exact or
+    near ones) of earlier ones, and what one of the `filters`, functions from a text to whether it stays, refuses. The
+    folder `leave_out`, somewhere inside the sources, is passed over.
     """
     options = _Options.of(
         sources, out, tokenizer=tokenizer, val_fraction=val_fraction, workers=workers, strict=strict, layout=layout,
-        text_column=text_column, readers=readers, min_characters=min_characters, copies=copies, filters=filters,
-        shard_tokens=shard_tokens, leave_out=leave_out,
+        text_column=text_column, separator=separator, readers=readers, min_characters=min_characters, copies=copies,
+        filters=filters, shard_tokens=shard_tokens, leave_out=leave_out,
     )  # fmt: skip
     with _work_folder(options.out) as work:
         with new_folder(options.out, shards.ShardError) as beside:
@@ -98,10 +109,11 @@ class _Options:
     sources: list[str]
     out: Path
     tokenizer: str
-    val_fraction: float
+    val_fraction: float | None
     workers: int
     strict: bool
     layout: str | None
+    separator: str | None
     reading: Reading
     cleaning: Cleaning
     shard_tokens: int
@@ -110,13 +122,13 @@ class _Options:
     @classmethod
     def of(
         cls, sources: Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
-        val_fraction: float = 0.02, workers: int | None = None, strict: bool = False, layout: str | None = None,
-        text_column: str | None = None, readers: Mapping[str, Own] | None = None, min_characters: int = 0,
-        copies: str = "keep", filters: Mapping[str, Filter] | None = None, shard_tokens: int = SHARD_TOKENS,
-        leave_out: Path | None = None,
+        val_fraction: float | None = None, workers: int | None = None, strict: bool = False, layout: str | None = None,
+        text_column: str | None = None, separator: str | None = None, readers: Mapping[str, Own] | None = None,
+        min_characters: int = 0, copies: str = "keep", filters: Mapping[str, Filter] | None = None,
+        shard_tokens: int = SHARD_TOKENS, leave_out: Path | None = None,
     ) -> _Options:  # fmt: skip
         """What `prepare` was given, once it is known to be possible."""
-        if not 0 <= val_fraction < 1:
+        if val_fraction is not None and not 0 <= val_fraction < 1:
             raise UserError(f"val_fraction={val_fraction}: need a share from 0 up to, but not, 1")
         if layout is not None and layout not in LAYOUTS:
             raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
@@ -131,12 +143,18 @@ class _Options:
         check_readers(readers or {})
         return cls(
             [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or _num_cores(),
-            strict, layout, Reading(readers or {}, text_column), Cleaning(min_characters, copies, filters or {}),
-            shard_tokens, leave_out,
+            strict, layout, check_separator(separator), Reading(readers or {}, text_column),
+            Cleaning(min_characters, copies, filters or {}), shard_tokens, leave_out,
         )  # fmt: skip
 
     def settings(self, tokenizer: str = "", layout: str = "") -> Settings:
-        return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning)
+        assert self.val_fraction is not None  # a share was given, or has been chosen
+        return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning, self.cut_at)
+
+    @property
+    def cut_at(self) -> str | None:
+        """The separator, where text is to be cut."""
+        return None if self.separator == KEPT else self.separator
 
 
 def _num_cores() -> int:
@@ -178,8 +196,13 @@ class _Plan:
 def _plan(options: _Options, work: Path) -> _Plan:
     found = [_list(source, options.leave_out) for source in options.sources]
     _check_listed(found, options.strict)
+    val_fraction = options.val_fraction
+    if val_fraction != 0:
+        num_bytes = sum(source.survey(options.reading, options.cut_at) for source in found)
+        val_fraction = _share(num_bytes) if val_fraction is None else val_fraction
+    options = dataclasses.replace(options, val_fraction=val_fraction)
     for source in found:
-        source.choose_limit(options.reading, options.val_fraction)
+        source.choose_limit(options.reading, val_fraction)
     cut = _without_copies(options, tasks.cut(found), work)
     opened = _tokenizer(options, cut, work)
     layout = options.layout or ("packed32" if vocab_size(opened) <= 2**16 else "wide64")
@@ -192,6 +215,12 @@ def _plan(options: _Options, work: Path) -> _Plan:
     return _Plan(found, opened, settings, cut, [work / task.key(settings) for task in cut])
 
 
+def _share(num_bytes: int) -> float:
+    """What is held out of so much text, unless a share is given. In steps: with every new share, documents go from one
+    side of the split to the other."""
+    return next((share for share in SHARES if share * num_bytes >= LEAST_BYTES), SHARES[-1])
+
+
 def _put_together(options: _Options, plan: _Plan, beside: Path) -> Index:
     """The folder of shards, of tasks that are all done."""
     layout = LAYOUTS[plan.settings.layout]
@@ -201,8 +230,9 @@ def _put_together(options: _Options, plan: _Plan, beside: Path) -> Index:
         }
         merged = tasks.merge(plan.tasks, plan.folders, writers)
         written = {split: writer.close() for split, writer in writers.items()}
-    _check_merged(plan.sources, merged, options)
-    report = {source.name: _summary(source, merged[source.name], options) for source in plan.sources}
+    _check_merged(plan, merged, options)
+    report = {source.name: _summary(source, merged[source.name], plan.settings) for source in plan.sources}
+    _say_what_was_found(report, options)
     write_json(beside / REPORT, report)
     return write_index(
         beside, layout, options.tokenizer, plan.tokenizer, written,
@@ -364,8 +394,8 @@ def _sample(work: Sequence[Task], settings: Settings) -> Iterator[str]:
                         break
 
 
-def _check_merged(sources: Sequence[Source], merged: dict[str, Merged], options: _Options) -> None:
-    for source in sources:
+def _check_merged(plan: _Plan, merged: dict[str, Merged], options: _Options) -> None:
+    for source in plan.sources:
         found = merged.setdefault(source.name, Merged())
         if options.strict and (found.skipped or found.inside):  # by tasks that were done before without it
             name, reason = (found.skipped + found.inside)[0]
@@ -376,7 +406,7 @@ def _check_merged(sources: Sequence[Source], merged: dict[str, Merged], options:
         if listed or found.notes:
             inside = f"{'; ' if listed else ''}inside them: {_listed(found.notes)}" if found.notes else ""
             say(f"{source.name}: {sum(found.kinds.values())} files read; passed over: {listed}{inside}")
-    if options.val_fraction and not any(found.counts["val"]["documents"] for found in merged.values()):
+    if plan.settings.val_fraction and not any(found.counts["val"]["documents"] for found in merged.values()):
         say("nothing is held out for validation: the documents are too few")
 
 
@@ -392,8 +422,34 @@ def _total(merged: dict[str, Merged], split: str) -> SplitCounts:
     return SplitCounts(**sum((found.counts[split] for found in merged.values()), Counter()))
 
 
-def _summary(source: Source, found: Merged, options: _Options) -> dict[str, Any]:
-    by_block = any(source.by_block(file, options.reading, options.val_fraction) for file in source.files)
+def _say_what_was_found(report: Mapping[str, Mapping[str, Any]], options: _Options) -> None:
+    """Separators that were cut at, and markers that were read as letters of the text."""
+    if options.cut_at is not None and not any(summary["separators"] for summary in report.values()):
+        say(f"the separator {options.cut_at!r} stands nowhere in the text, which was cut nowhere")
+    if options.separator != KEPT:
+        say_markers(report)
+
+
+def say_markers(report: Mapping[str, Mapping[str, Any]]) -> None:
+    """What to do about markers that were found in the sources."""
+    for name, summary in report.items():
+        for marker, found in summary.get("markers", {}).items():
+            place = (
+                found["first"]
+                if found["files"] == 1
+                else f"{found['files']:,} files, the first of them {found['first']},"
+            )
+            say(
+                f"{name}: the marker {marker} stands {found['count']:,} times in {place} and is read as letters of the "
+                f"text.\n  To cut documents there: --separator {shlex.quote(marker)}. To keep the letters: --separator "
+                f"{KEPT}. (mambakit train has it as --data.separator.)"
+            )
+
+
+def _summary(source: Source, found: Merged, settings: Settings) -> dict[str, Any]:
+    by_block = found.by_block
+    if settings.separator is None:
+        by_block = any(source.by_block(file, settings.reading, settings.val_fraction) for file in source.files)
     passed_over = [[_within(skipped.path, source.name), skipped.reason] for skipped in source.skipped]
     passed_over += found.skipped + found.inside
     return {
@@ -402,7 +458,11 @@ def _summary(source: Source, found: Merged, options: _Options) -> dict[str, Any]
         "kinds": dict(sorted(found.kinds.items())),
         "skipped": dict(sorted(_reasons(source, found).items())),
         "inside": dict(sorted(found.notes.items())),
+        "separators": found.separators,
+        "markers": found.markers,
+        "val_fraction": settings.val_fraction,
         "held_out_by": "blocks" if by_block else "documents",
+        "held_out_bytes": found.counts["val"]["bytes"],
         "documents": {split: found.counts[split]["documents"] for split in SPLITS},
         "tokens": {split: found.counts[split]["tokens"] for split in SPLITS},
         "passed_over": sorted(passed_over),
@@ -415,15 +475,20 @@ def _within(path: Path, source: str) -> str:
 
 
 def documents(
-    sources: Sequence[str | Path], *, text_column: str | None = None, readers: Mapping[str, Own] | None = None
-) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document, one after the other, for use outside training. What is no text is passed over."""
+    sources: Sequence[str | Path], *, text_column: str | None = None, readers: Mapping[str, Own] | None = None,
+    separator: str | None = None,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """(name, text) of every document, one after the other, for use outside training. What is no text is passed over.
+    With a `separator`, files are cut into documents where it stands."""
     check_readers(readers or {})
+    chosen = check_separator(separator)
     reading = Reading(readers or {}, text_column)
     for source in sources:
         for file in _list(str(source), None).files:
             with contextlib.suppress(Unreadable):
-                yield from ((file.name, text) for text in _texts(reading.parts(file)))
+                parts = reading.parts(file)
+                separated = parts if chosen in (None, KEPT) else cut(parts, chosen)
+                yield from ((file.name, text) for text in _texts(separated))
 
 
 def _texts(parts: Iterator[Part]) -> Iterator[str]:
@@ -438,12 +503,15 @@ def _texts(parts: Iterator[Part]) -> Iterator[str]:
 
 
 def prepare_once(
-    sources: Sequence[str], *, tokenizer: str, val_fraction: float, text_column: str | None = None,
-    leave_out: Path | None = None,
+    sources: Sequence[str], *, tokenizer: str, val_fraction: float | None, text_column: str | None = None,
+    separator: str | None = None, leave_out: Path | None = None,
 ) -> Path:  # fmt: skip
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
-    seen = hashlib.sha256(json.dumps([__version__, shards.VERSION, tokenizer, val_fraction, text_column]).encode())
+    known = [__version__, shards.VERSION, tokenizer, val_fraction, text_column]
+    if check_separator(separator) not in (None, KEPT):
+        known.append(separator)
+    seen = hashlib.sha256(json.dumps(known).encode())
     for path in (Path(tokenizer), Path(tokenizer, shards.TOKENIZER)):
         if path.is_file():
             seen.update(path.read_bytes())
@@ -456,11 +524,13 @@ def prepare_once(
     folder = cache_folder() / "shards" / seen.hexdigest()[:32]
     if shards.is_shards(folder):
         say(f"the shards of this text are in {folder} already")
+        if separator != KEPT:
+            say_markers(shards.read_index(folder).sources)
     else:
         try:
             prepare(
                 sources, folder, tokenizer=tokenizer, val_fraction=val_fraction, text_column=text_column,
-                leave_out=leave_out,
+                separator=separator, leave_out=leave_out,
             )  # fmt: skip
         except shards.ShardError:
             if not shards.is_shards(folder):  # made meanwhile by another process

@@ -27,9 +27,11 @@ from ..files import UserError, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
 from .datasets import Slice
 from .documents import Note, Part, Unreadable, unheard
-from .holding_out import FEW, Piece, documents_of, draws, limit_of, pieces
+from .holding_out import FEW, Piece, Survey, documents_of, limit_of, pieces
 from .readers.packed import is_packed
 from .reading import Reading, Unit, named
+from .separators import cut as cut_at
+from .separators import has_several, watched
 from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
 from .sources import Skipped
 from .tokenize import Encoder, encode_all, end_of
@@ -50,6 +52,7 @@ class Source:
     files: list[Unit] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     limit: float = 0.0  # draws below are held out
+    surveys: list[tuple[Unit, Survey, bool]] = field(default_factory=list)  # files of a small source; whether cut up
 
     @property
     def num_bytes(self) -> int:
@@ -67,18 +70,33 @@ class Source:
         """Whether blocks of a file are held out, and not the whole of it."""
         return self.has_few(val_fraction) and not reading.has_records(file)
 
+    def survey(self, reading: Reading, separator: str | None) -> int:
+        """Read a small source, to know what it would hold out; how much text a source has, or about as much."""
+        if self.num_bytes > SMALL_BYTES:
+            return self.num_bytes
+        for file in self.files:
+            parts = _separated(reading.parts(file), separator)
+            survey, is_cut = Survey(), False
+            with contextlib.suppress(Unreadable):
+                if separator is not None:
+                    is_cut, parts = has_several(parts)
+                survey.add(parts, file.name, has_records=reading.has_records(file))
+            self.surveys.append((file, survey, is_cut))
+        return sum(survey.num_bytes for _, survey, _ in self.surveys)
+
     def choose_limit(self, reading: Reading, val_fraction: float) -> None:
         self.limit = val_fraction
-        if val_fraction and self.num_bytes <= SMALL_BYTES:
-            self.limit = limit_of(self._draws(reading, val_fraction), val_fraction)
+        if val_fraction and self.surveys:
+            found: list[float] = []
+            for file, survey, is_cut in self.surveys:
+                by_block = self.by_block(file, reading, val_fraction) and not is_cut
+                found += survey.blocks if by_block else survey.documents
+            self.limit = limit_of(found, val_fraction)
+        self.surveys.clear()
 
-    def _draws(self, reading: Reading, val_fraction: float) -> Iterator[float]:
-        for file in self.files:
-            with contextlib.suppress(Unreadable):
-                yield from draws(
-                    reading.parts(file), file.name,
-                    by_block=self.by_block(file, reading, val_fraction), has_records=reading.has_records(file),
-                )  # fmt: skip
+
+def _separated(parts: Iterator[Part], separator: str | None) -> Iterator[Part]:
+    return parts if separator is None else cut_at(parts, separator)
 
 
 @dataclass(frozen=True)
@@ -91,13 +109,14 @@ class Settings:
     val_fraction: float
     reading: Reading
     cleaning: Cleaning = field(default_factory=Cleaning)
+    separator: str | None = None
 
     @property
     def digest(self) -> str:
         own = {suffix: named(reader) for suffix, reader in self.reading.own.items()}
         known = [
             self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, own,
-            self.cleaning.known,
+            self.cleaning.known, *([] if self.separator is None else [self.separator]),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
@@ -124,10 +143,10 @@ class Task:
 
     def pieces(
         self, settings: Settings, skip: Callable[[Unit, str], None], note: Note = unheard,
-        advance: Callable[[int], None] = lambda _: None, workers: int = 1,
+        advance: Callable[[int], None] = lambda _: None, workers: int = 1, cuts: Cuts | None = None,
     ) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
         """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside, and
-        `advance` of how many bytes of files have been read, or about as many."""
+        `advance` of how many bytes of files have been read, or about as many. `cuts` counts separators."""
         reading, number = settings.reading, itertools.count()
 
         def choose(document: Iterator[Part]) -> Iterator[Part] | None:
@@ -141,6 +160,13 @@ class Task:
         for file, found in reading.parts_of_all(self.files, workers, note):
             parts = _heard(found, file, skip, note)
             by_block = self.source.by_block(file, reading, settings.val_fraction)
+            if settings.separator is not None:
+                parts = cut_at(parts, settings.separator, cuts.separators if cuts else None)
+            if settings.separator is not None and by_block:
+                is_cut, parts = has_several(parts)
+                by_block = not is_cut
+            if cuts is not None:
+                parts = cuts.watch(file, parts, by_block=by_block)
             has_records = reading.has_records(file)
             left = file.size
             for piece, data in pieces(
@@ -157,7 +183,8 @@ class Task:
         """Of all its documents; zeros of those that are left out anyway."""
         found = []
         for file, parts in settings.reading.parts_of_all(self.files, workers):
-            for document in documents_of(_heard(parts, file, lambda *_: None, unheard)):
+            heard = _heard(parts, file, lambda *_: None, unheard)
+            for document in documents_of(_separated(heard, settings.separator)):
                 reason, judged = settings.cleaning.judge(document)
                 found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
             advance(file.size)
@@ -165,6 +192,28 @@ class Task:
         return np.array([np.zeros(width) if prints is None else prints for prints in found], np.uint32).reshape(
             -1, width
         )
+
+
+@dataclass
+class Cuts:
+    """Where the text of a task was cut, and where it has markers that are read as letters."""
+
+    separators: Counter[str] = field(default_factory=Counter)
+    markers: dict[str, Counter[str]] = field(default_factory=dict)  # by file
+    by_block: bool = False  # whether any file was held out by blocks
+
+    def watch(self, file: Unit, parts: Iterator[Part], *, by_block: bool) -> Iterator[Part]:
+        self.by_block = self.by_block or by_block
+        found = Counter[str]()
+        yield from watched(parts, found)
+        for marker, count in found.items():
+            self.markers.setdefault(marker, Counter())[file.name] += count
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            marker: {"count": files.total(), "files": len(files), "first": next(iter(files))}
+            for marker, files in sorted(self.markers.items())
+        }
 
 
 def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None], note: Note) -> Iterator[Part]:
@@ -224,9 +273,10 @@ def run(
         if place and len(inside) < MOST_LISTED:
             inside.append([place, reason])
 
+    cuts = Cuts()
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        found = task.pieces(settings, skip, note, advance, workers)
+        found = task.pieces(settings, skip, note, advance, workers, cuts)
         counts = _write(found, tokenizer, layout, beside, workers)
         write_json(
             beside / REPORT,
@@ -236,6 +286,9 @@ def run(
                 "inside": inside,
                 "notes": dict(sorted(notes.items())),
                 "kinds": dict(sorted((kind, count) for kind, count in kinds.items() if count)),
+                "separators": cuts.separators.total(),
+                "markers": cuts.to_json(),
+                "by_block": cuts.by_block,
             },
         )
         for path in (*beside.iterdir(), beside):
@@ -299,6 +352,15 @@ class Merged:
     notes: Counter[str] = field(default_factory=Counter)
     skipped: list[list[str]] = field(default_factory=list)
     inside: list[list[str]] = field(default_factory=list)  # of archives, and of files that are broken further on
+    separators: int = 0  # at which text was cut
+    markers: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the text: how often, in how many files
+    by_block: bool = False
+
+    def add_markers(self, found: dict[str, dict[str, Any]]) -> None:
+        for marker, counts in found.items():
+            known = self.markers.setdefault(marker, {"count": 0, "files": 0, "first": counts["first"]})
+            known["count"] += counts["count"]
+            known["files"] += counts["files"]
 
 
 def merge(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Merged]:
@@ -314,6 +376,9 @@ def merge(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, Sha
         merged.notes.update(report["notes"])
         merged.skipped += report["skipped"]
         merged.inside += report["inside"]
+        merged.separators += report.get("separators", 0)
+        merged.add_markers(report.get("markers", {}))
+        merged.by_block = merged.by_block or report.get("by_block", False)
     return sources
 
 

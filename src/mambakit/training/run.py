@@ -410,7 +410,7 @@ def _open_data(config: RunConfig, folder: Path) -> Path:
         return adopt(paths, config.data.tokenizer, config.data.tokens)
     return prepare_once(
         config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction,
-        text_column=config.data.text_column, leave_out=folder,
+        text_column=config.data.text_column, separator=config.data.separator, leave_out=folder,
     )  # fmt: skip
 
 
