@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 
 from mambakit.data.documents import Unreadable
-from mambakit.data.readers import names, text
+from mambakit.data.readers import encodings, names, text
 from mambakit.files import UserError
 
 RUSSIAN = "Старая мельница стояла у реки и уже много лет не работала. Дети часто приходили туда ловить рыбу.\n"
@@ -70,7 +70,7 @@ def test_a_file_may_name_its_encoding() -> None:
 
 def test_what_is_not_ascii_may_come_late() -> None:
     late = ENGLISH * 70_000 + RUSSIAN * 3
-    assert len(late) > 2 * text.SAMPLE_BYTES
+    assert len(late) > 2 * encodings.SAMPLE_BYTES
     assert text.decode(late.encode("cp1251")) == late
     assert text.decode(late.encode("utf-8")) == late
 
@@ -97,7 +97,7 @@ def test_few_nuls_are_dropped_and_other_controls_stay() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "gb18030", "cp932"])
 @pytest.mark.parametrize("shift", range(4))
 def test_nothing_is_lost_where_pieces_are_cut(encoding: str, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "READ_BYTES", 7)
+    monkeypatch.setattr(encodings, "READ_BYTES", 7)
     content = "a" * shift + "日本\r\n漢字\r\r\n\r文\n" * 20 + "\r"
     parts = list(text.read(io.BytesIO(content.encode(encoding))))
     assert "".join(part.text for part in parts) == content.replace("\r\n", "\n").replace("\r", "\n")
@@ -114,7 +114,7 @@ def test_a_long_line_is_read_at_constant_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sum(lengths) == 15 * 200_000
-    assert max(lengths) <= text.PIECE_CHARACTERS
+    assert max(lengths) <= encodings.PIECE_CHARACTERS
     assert peak < 3_500_000  # the sample, and a few pieces
 
 

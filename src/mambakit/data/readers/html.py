@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
+import io
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from ...files import UserError
 from ..documents import Part, Unreadable
+from . import encodings
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
 
 LARGEST_FILE = 2**26  # bytes; the tree takes many times as much memory
 LARGEST_COST = 2**31  # see _check_cost
-DECLARED_WITHIN = 4096  # bytes
 
 
 def _names(text: str) -> frozenset[str]:
@@ -37,22 +37,6 @@ SPACE = re.compile("[ \t\n\r\f\xa0]+")
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 NO_DISPLAY = re.compile(r"display\s*:\s*none", re.IGNORECASE)
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
-DECLARED = re.compile(rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([-\w.:]+)""", re.IGNORECASE)
-BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-CODECS = re.compile(r"utf-8|ascii|(cp|iso8859-|iso2022_|koi8-|mac-|gb|big5|euc_|shift_)\w*|hz|johab|tis-620")
-# Names that are used for more than they say, and what contains it all.
-WIDER = {
-    "ascii": "cp1252",
-    "big5": "big5hkscs",
-    "euc_kr": "cp949",
-    "gb2312": "gb18030",
-    "gbk": "gb18030",
-    "iso8859-1": "cp1252",
-    "iso8859-11": "cp874",
-    "iso8859-9": "cp1254",
-    "shift_jis": "cp932",
-    "tis-620": "cp874",
-}
 
 
 def read(stream: BinaryIO) -> Iterator[Part]:
@@ -67,33 +51,9 @@ def read(stream: BinaryIO) -> Iterator[Part]:
 
 
 def decode(data: bytes) -> str:
-    """Text by its byte-order mark, by what it declares, as UTF-8, or else as browsers do, as windows-1252."""
-    for bom, name in BOMS:
-        if data.startswith(bom):
-            return data[len(bom) :].decode(name, "replace")
-    declared = DECLARED.search(data, 0, DECLARED_WITHIN)
-    name = codec_of(declared[1].decode("ascii", "replace")) if declared else ""
-    if name:
-        return data.decode(name, "replace")
-    start = data[:DECLARED_WITHIN]
-    if 3 * start.count(0) > len(start):  # UTF-16: the high bytes of Latin letters are zero
-        return data.decode("utf-16-le" if start[1::2].count(0) > start[::2].count(0) else "utf-16-be", "replace")
-    text = data.decode("utf-8", "replace")
-    wrong = text.count("\ufffd")
-    if wrong and sum(not character.isascii() for character in text) < 2 * wrong:
-        return data.decode("cp1252", "replace")
-    return text
-
-
-def codec_of(label: str) -> str:
-    """Python's name for a declared encoding, or "" for none that text is written in. What can declare is no UTF-16."""
-    try:
-        name = codecs.lookup(label).name
-    except (LookupError, ValueError):
-        return ""
-    if name.startswith(("utf-16", "utf-32")):
-        return "utf-8"
-    return WIDER.get(name, name) if CODECS.fullmatch(name) else ""
+    """A page in any encoding. What is slightly damaged is read as browsers do, with U+FFFD for wrong bytes."""
+    encoding = encodings.find(io.BytesIO(data), is_markup=True)
+    return data.decode(encoding.codec, encoding.errors)
 
 
 def text_of(html: str) -> str:

@@ -1,12 +1,14 @@
-"""Jupyter notebooks, formats 3 and 4: what was written, not what it printed. Cells have a blank line between."""
+"""Jupyter notebooks, formats 2 to 4: what was written, not what it printed. Cells have a blank line between."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from ..documents import Part, Unreadable
+from . import encodings
 
 LARGEST_FILE = 2**26  # bytes; as Python's objects they take many times as much memory
 
@@ -17,8 +19,9 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     if len(data) > LARGEST_FILE:
         raise Unreadable("too large")
     try:
-        texts = [_text(cell) for cell in _cells(json.loads(data))]
-    except (ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        notebook = _loaded(data)
+        texts = [_text(cell, notebook["nbformat"]) for cell in _cells(notebook)]
+    except (Unreadable, ValueError, RecursionError, TypeError, LookupError, AttributeError):
         raise Unreadable("not a notebook") from None
     text = "\n\n".join(text for text in texts if text.strip())
     if not text:
@@ -33,9 +36,22 @@ def _cells(notebook: Any) -> list[Any]:
     return [cell for sheet in notebook["worksheets"] for cell in sheet["cells"]]
 
 
-def _text(cell: Any) -> str:
+def _loaded(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except UnicodeDecodeError:
+        return json.loads(data.decode(encodings.find(io.BytesIO(data)).codec))
+
+
+def _text(cell: Any, nbformat: int) -> str:
     source = cell["input" if cell["cell_type"] == "code" and "source" not in cell else "source"]
-    text = source if isinstance(source, str) else "".join(source)
+    text = source if isinstance(source, str) else _joined(list(source), nbformat)
     if cell["cell_type"] == "heading":  # format 3
         text = "#" * min(6, int(cell.get("level", 1))) + " " + text
     return text.strip("\n")
+
+
+def _joined(lines: list[str], nbformat: int) -> str:
+    """Lines as one text. In format 2, and in what of format 3 was made from it, they have lost their ends."""
+    has_ends = any(line.endswith("\n") for line in lines[:-1])
+    return ("" if has_ends or nbformat >= 4 else "\n").join(lines)

@@ -16,15 +16,16 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 from ...files import UserError
 from ..documents import Note, Part, Unreadable, unheard
-from . import text
+from . import encodings, text
 
 LONGEST_RECORD = 2**26  # characters
 LARGEST_JSON = 2**28  # bytes
+LEAST_WRONG = 4  # bytes that are not UTF-8, and an encoding is guessed; fewer are damage
 BROKEN_LINES = 10  # so many at the beginning, and a file is not JSON Lines
 BATCH_ROWS = 256
 COLUMNS = ("text", "content")
@@ -211,17 +212,15 @@ def _parsed(line: str) -> Any | Unreadable:
         return Unreadable("broken JSON")
 
 
-def _lines(stream: BinaryIO) -> Iterator[str | None]:
-    """Lines in UTF-8, or UTF-16 or UTF-32 by the first bytes; None for one that is too long. Wrong bytes become U+FFFD:
-    a line is lost, not a file."""
+def _lines(stream: BinaryIO) -> Generator[str | None]:
+    """Lines in any encoding; None for one that is too long. Wrong bytes become U+FFFD: a line is lost, not a file."""
     if isinstance(stream, io.BufferedReader) and not stream.seekable():  # being unpacked, and read from its beginning
-        first = stream.peek(4)[:4]
+        head = stream.peek(4)
+        codec = _codec(io.BytesIO(head[: head.rfind(b"\n") + 1] or head.rstrip(encodings.NOT_ASCII)))
     else:
+        codec = _codec(stream)
         stream.seek(0)
-        first = stream.read(4)
-        stream.seek(0)
-    encoding = json.detect_encoding(first)
-    wrapper = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
+    wrapper = io.TextIOWrapper(stream, codec, errors="replace", newline="\n")
     try:
         while line := wrapper.readline(LONGEST_RECORD + 1):
             if len(line) > LONGEST_RECORD:
@@ -234,13 +233,24 @@ def _lines(stream: BinaryIO) -> Iterator[str | None]:
         wrapper.detach()
 
 
+def _codec(stream: BinaryIO) -> str:
+    """UTF-16 and UTF-32 by the first bytes, as JSON has it; else what all of the file is in, or mostly."""
+    stream.seek(0)
+    codec: str = json.detect_encoding(stream.read(4))
+    if codec.startswith("utf-8"):
+        try:
+            codec = encodings.find(stream, least_wrong=LEAST_WRONG).codec
+        except Unreadable:
+            codec = "utf-8-sig"
+    return codec
+
+
 def _has_lines(stream: BinaryIO) -> bool:
     """Whether the first line is an object, and not all of the file."""
-    stream.seek(0)
-    line = stream.readline(LONGEST_RECORD)
-    if not line.lstrip(b"\xef\xbb\xbf").startswith(b"{") or not stream.read(1):
-        return False
-    return isinstance(_parsed(line.decode("utf-8-sig", "replace")), dict)
+    lines = _lines(stream)
+    first, second = next(lines, ""), next(lines, "")
+    lines.close()
+    return first is not None and first.startswith("{") and second != "" and isinstance(_parsed(first), dict)
 
 
 def _json_values(stream: BinaryIO) -> Records:
@@ -249,7 +259,7 @@ def _json_values(stream: BinaryIO) -> Records:
     data = stream.read(LARGEST_JSON + 1)
     if len(data) > LARGEST_JSON:
         raise Unreadable("too large")
-    whole = data.decode(json.detect_encoding(data), "replace")
+    whole = data.decode(_codec(io.BytesIO(data)), "replace")
     del data
     if whole.count("\ufffd") * 20 > len(whole):
         raise Unreadable("not UTF-8")

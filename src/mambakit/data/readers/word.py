@@ -103,10 +103,25 @@ def open_entry(archive: zipfile.ZipFile, name: str, limit: int) -> BinaryIO:
 
 class _Entry(io.RawIOBase):
     def __init__(self, unpacked: IO[bytes], limit: int) -> None:
-        self.unpacked, self.left = unpacked, limit
+        self.unpacked, self.limit, self.left = unpacked, limit, limit
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Anywhere: what lies before is unpacked again."""
+        try:
+            at = self.unpacked.seek(offset, whence)
+        except BROKEN:
+            raise Unreadable("broken zip file") from None
+        self.left = self.limit - at
+        return at
+
+    def tell(self) -> int:
+        return self.unpacked.tell()
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:

@@ -17,7 +17,8 @@ from typing import BinaryIO, NamedTuple
 
 from ...files import UserError
 from ..documents import Part, Unreadable
-from .html import BOMS, CONTROLS, DECLARED, DECLARED_WITHIN, SPACE, codec_of
+from . import encodings
+from .html import CONTROLS, SPACE
 
 LARGEST_TEXT = 2**28  # characters of a document
 LARGEST_ELEMENT = 2**25  # bytes, about, of text that has to stay together
@@ -89,10 +90,10 @@ def events(stream: BinaryIO) -> Iterator[Event]:
 
 def _blocks(stream: BinaryIO) -> Iterator[str]:
     """The file decoded, with HTML's names of signs written out: without a DTD, the parser would drop or refuse them."""
-    data = stream.read(READ_BYTES)
-    name, skip = _encoding(data)
-    decoder = codecs.getincrementaldecoder(name)("replace")
-    text, ends = decoder.decode(data[skip:]).lstrip(), False
+    encoding = encodings.find(stream, is_markup=True)
+    stream.seek(0)
+    decoder = codecs.getincrementaldecoder(encoding.codec)(encoding.errors)
+    text, ends = decoder.decode(stream.read(READ_BYTES)).lstrip(), False
     while not ends:
         data = stream.read(READ_BYTES)
         ends = not data
@@ -103,18 +104,6 @@ def _blocks(stream: BinaryIO) -> Iterator[str]:
         if cut:
             yield CONTROLS.sub("", REFERENCE.sub(_sign, text[:cut]))
         text = text[cut:]
-
-
-def _encoding(data: bytes) -> tuple[str, int]:
-    """The codec of a file that begins so, and how long its byte-order mark is."""
-    for bom, name in BOMS:
-        if data.startswith(bom):
-            return name, len(bom)
-    for name in ("utf-16-le", "utf-16-be"):
-        if data.startswith("<".encode(name)):
-            return name, 0
-    declared = DECLARED.search(data, 0, DECLARED_WITHIN)
-    return (codec_of(declared[1].decode("ascii", "replace")) if declared else "") or "utf-8", 0
 
 
 def _sign(match: re.Match[str]) -> str:

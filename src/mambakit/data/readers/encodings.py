@@ -1,0 +1,384 @@
+"""Which encoding a file is in, for every format that is text. The first of these that fits decides:
+
+- a byte-order mark;
+- what HTML and XML declare, if all of the file decodes in it, unless it is more like a language as UTF-8;
+- the escape sequences of ISO-2022, if all of the file decodes with them: to ASCII they are text;
+- UTF-8;
+- UTF-16 or UTF-32, by where zero bytes lie;
+- what plain text says of itself, and then what charset-normalizer takes it for, of which the encoding comes first whose
+  letters are those of one language.
+
+All of the file must be in the encoding, or it is Unreadable. Markup may be slightly damaged, as browsers have it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import BinaryIO, NamedTuple
+
+from ...files import UserError
+from ..documents import Unreadable
+
+PIECE_CHARACTERS = 2**18
+READ_BYTES = PIECE_CHARACTERS - 16  # a character has at least a byte; what a decoder held back may come on top
+SAMPLE_BYTES = 2**20
+HEAD_BYTES = 2**10  # in which plain text may name its encoding
+DECLARED_WITHIN = 2**12  # bytes, of HTML and XML
+
+MARKS = {  # UTF-32's first, since UTF-16's is the beginning of one of them
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))  # those that text does without
+CLEAN_SHARE = 16  # text with NULs has at most one such control character in so many bytes
+DAMAGED_SHARE = 20  # markup has at most one wrong character in so many that are not ASCII
+
+# What a file may be in besides Unicode; of two that read it equally well, the earlier wins.
+LIKELY = (
+    "cp1252", "cp1251", "cp1250", "gb18030", "big5", "cp950", "big5hkscs", "cp932", "euc_jp", "euc_jis_2004", "cp949",
+    "koi8_r", "koi8_u", "cp866", "iso8859_5", "mac_cyrillic", "iso8859_2", "iso8859_15", "cp1253", "iso8859_7",
+    "cp1254", "cp1255", "iso8859_8", "cp1256", "iso8859_6", "cp874", "cp850", "cp437", "cp852", "mac_roman", "johab",
+    "cp1257", "cp737", "cp855", "cp862", "mac_greek",
+)  # fmt: skip
+WIDER = {  # names that are used for more than they mean, and what contains it all
+    "ascii": "cp1252",
+    "big5": "big5hkscs",
+    "euc_kr": "cp949",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "iso8859_1": "cp1252",
+    "iso8859_11": "cp874",
+    "iso8859_9": "cp1254",
+    "shift_jis": "cp932",
+    "tis_620": "cp874",
+}
+LABELS = {  # names that browsers know and Python does not
+    "dos-874": "cp874",
+    "iso-8859-8-i": "iso8859_8",
+    "koi": "koi8_r",
+    "logical": "iso8859_8",
+    "visual": "iso8859_8",
+    "windows-31j": "cp932",
+    "windows-874": "cp874",
+    "windows-949": "cp949",
+    "x-cp1250": "cp1250",
+    "x-cp1251": "cp1251",
+    "x-cp1252": "cp1252",
+    "x-euc-jp": "euc_jp",
+    "x-gbk": "gb18030",
+    "x-mac-cyrillic": "mac_cyrillic",
+    "x-mac-ukrainian": "mac_cyrillic",
+    "x-sjis": "cp932",
+    "x-x-big5": "big5hkscs",
+}
+TEXT = re.compile(r"ascii|(cp|iso8859_|iso2022_|koi8_|mac_|gb|big5|euc_|shift_)\w*|hz|johab|tis_620|kz1048|ptcp154")
+IN_MARKUP = re.compile(rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([-\w.:]+)""", re.IGNORECASE)
+IN_TEXT = re.compile(rb"""(?:encoding|charset|coding)\s*[=:]\s*["']?([A-Za-z0-9_.:-]{1,40})""")
+
+# A run of characters between two escape sequences, or what announces runs between SO and SI.
+ISO_2022 = re.compile(r"\x1b\$(?:[@AB]|\([A-Z@])(?:[!-~]{2})+(?:[\x1b\r\n]|$)|\x1b\$\)[ACEG](?s:.){0,500}?\x0e")
+JAPANESE_2022 = ("iso2022_jp", "iso2022_jp_ext", "iso2022_jp_2", "iso2022_jp_2004")
+LONGEST_RUN = 2**10  # characters; it may lie across two pieces
+
+# Letters of languages, small ones. Of those that are written in Latin letters, what ASCII has not.
+LATIN = """
+    àâæçéèêëîïôœùûüÿ äöüß áéíóúüñ ãõáéíóúâêôçàü àèéìíîòóùú àáçèéíïòóúü áäèéëïóöü åäöé æøåé áéíóúýðþæö áéíóúæøåýð
+    äöüõšž ëç êëéïôû ąćęłńóśźż áčďéěíňóřšťúůýž áäčďéíĺľňóôŕšťúýž áéíóöőúüű ăâîșțşţ čćđšž çğıi̇öşüâîû āčēģīķļņšūž
+    ąčęėįšųūž
+"""
+# Of others all, the most frequent ones first.
+OTHERS = """
+    оеаинтсрвлкмдпуяыьгзбчйхжшюцщэфъё оаинівтерслкдумпзябьгчйїєхюшцжщфґ аоеинрсутдквјмплбгзшћчцњжљхђфџ
+    аніеыорскляутдвпмзгьбчйўцжхшюэёф аоеинтрсвкдмпулгзбјшчцжќѓљњхфџѕ αοιετσνηυρπκςμλίόάγδέήωθφχβύξώζψϊϋΐΰ
+    יוהלאמרתבשםנחדעקפכטסןגצזךףץ اليمنوترةبعدسفهكقحجشطصخأإذضزثىغءآؤئظـًٌٍَُِّْپچژگکی،؛؟
+"""
+FREQUENT = 10  # of such letters, which make up about two thirds of a text; one that is read wrongly has fewer of them
+LEAST_FREQUENT = 0.6
+THAI = frozenset(map(chr, range(0xE01, 0xE5C)))
+PUNCTUATION = frozenset("“”„‘’‚–—…«»‹›•·§°©®™€£¥¿¡ºª×½¼¾№±†\xa0\xad、。，．：；？！（）「」『』《》〈〉【】・ー～々〜")
+INSIDE_WORDS = frozenset("’—…·\xad")
+JUDGED_CHARACTERS = 2**14
+NOT_ASCII = bytes(range(0x80, 0x100))
+FEW_BYTES = 3  # say little: they are in the first encoding of LIKELY if they can be
+UNCLEAR = 0.5  # less than this of what is not ASCII belongs to one language: then it is read wrongly
+CLEAR = 0.9  # of a text that is not ASCII belongs to one language: then this share decides
+
+
+class Encoding(NamedTuple):
+    """A codec, and what it does with bytes that are wrong."""
+
+    codec: str
+    errors: str = "strict"
+
+
+def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None = None) -> Encoding:
+    """The encoding of a whole file. Raises Unreadable if there is none.
+
+    Where `least_wrong` is given, as where there is markup, bytes that are wrong become U+FFFD in what is mostly right,
+    and an encoding is guessed only of a file with so many bytes that are wrong in UTF-8.
+    """
+    stream.seek(0)
+    head = stream.read(SAMPLE_BYTES)
+    mends = is_markup or least_wrong is not None
+    for mark, codec in MARKS.items():
+        if head.startswith(mark):
+            return _checked(stream, codec, mends, "unknown encoding")
+    declared = _declared(head, is_markup)
+    has_nul = b"\0" in head
+    is_clean = not has_nul or len(head) - len(head.translate(None, CONTROLS)) <= len(head) // CLEAN_SHARE
+    utf8 = _look(stream, "utf-8-sig") if is_clean else _Look(fault=0)
+    if utf8.is_blank and not mends:
+        raise Unreadable("empty")
+    if utf8.fault is not None and has_nul:
+        wide = _without_mark(head)
+        if wide and (not is_markup or "<" in head.decode(wide, "ignore")):
+            return _checked(stream, wide, mends, "binary")
+        if not mends:
+            raise Unreadable("binary")
+        utf8 = _look(stream, "utf-8-sig")
+    if (
+        (is_markup and declared and _look(stream, declared).fault is None)
+        and (utf8.fault is not None or not _is_rather_utf8(stream, declared))
+    ):  # fmt: skip
+        return Encoding(declared)
+    if utf8.fault is None:
+        return Encoding(_iso_2022(stream) if utf8.has_escapes else "utf-8-sig")
+    if is_markup and declared:
+        wrong, other = _count_wrong(stream, Encoding(declared, "replace"))
+        if wrong * DAMAGED_SHARE <= other:
+            return Encoding(declared, "replace")
+    return _neither_ascii_nor_unicode(stream, utf8.fault, declared, is_markup, least_wrong)
+
+
+def _checked(stream: BinaryIO, codec: str, mends: bool, reason: str) -> Encoding:
+    seen = _look(stream, codec)
+    if not mends and (seen.is_blank or seen.fault is not None):
+        raise Unreadable("empty" if seen.is_blank else reason)
+    return Encoding(codec, "strict" if seen.fault is None else "replace")
+
+
+def _neither_ascii_nor_unicode(
+    stream: BinaryIO, fault: int, declared: str, is_markup: bool, least_wrong: int | None
+) -> Encoding:
+    sample = _sample(stream, fault)
+    mends = is_markup or least_wrong is not None
+    wrong, other = _count_wrong(stream if mends else io.BytesIO(sample), Encoding("utf-8-sig", "replace"))
+    if 2 * wrong <= other or wrong < (least_wrong or 0):
+        if mends:
+            return Encoding("utf-8-sig", "replace")
+        raise Unreadable("damaged UTF-8")  # in a one-byte encoding it would be read to the end, as nonsense
+    samples = [_outside_tags(sample), sample] if is_markup else [sample]
+    if sample[-1] > 0x7F:  # it may end inside a character
+        samples += [sample[:-size] for size in (1, 2, 3)]
+    hints = [declared] if declared and not is_markup else []
+    for guess in itertools.chain(hints, *map(_guesses, samples)):
+        if _look(stream, guess).fault is None:
+            return Encoding(guess)
+    raise Unreadable("unknown encoding")
+
+
+def pieces(stream: BinaryIO, encoding: Encoding) -> Iterator[str]:
+    """All text from the beginning of the file, without NULs and with \\n for newlines; a piece is never empty. Raises
+    UnicodeError."""
+    stream.seek(0)
+    decode = codecs.getincrementaldecoder(encoding.codec)(encoding.errors)
+    decoder = io.IncrementalNewlineDecoder(decode, translate=True)
+    more = True
+    while more:
+        block = stream.read(READ_BYTES)
+        more = bool(block)
+        if piece := decoder.decode(block, final=not more).replace("\0", ""):
+            yield piece
+
+
+def codec_of(label: str) -> str:
+    """Python's name for a declared encoding, or "" for UTF-8 and what text is not written in. What can declare is no
+    UTF-16."""
+    try:
+        name = codecs.lookup(LABELS.get(label.lower(), label)).name.replace("-", "_")
+    except (LookupError, ValueError):
+        return ""
+    return WIDER.get(name, name) if TEXT.fullmatch(name) else ""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a file is like in an encoding."""
+
+    fault: int | None = None  # a place shortly before the first wrong byte
+    is_blank: bool = False
+    has_escapes: bool = False  # what ISO-2022 has
+
+
+def _look(stream: BinaryIO, codec: str) -> _Look:
+    is_blank, has_escapes, last = True, False, ""
+    try:
+        for piece in pieces(stream, Encoding(codec)):
+            is_blank = is_blank and piece.isspace()
+            has_escapes = has_escapes or "\x1b$" in piece or (last == "\x1b" and piece[0] == "$")
+            last = piece[-1]
+    except UnicodeError:
+        return _Look(fault=max(0, stream.tell() - 2 * READ_BYTES))
+    return _Look(None, is_blank, has_escapes)
+
+
+def _declared(head: bytes, is_markup: bool) -> str:
+    """The encoding that the file names itself, as XML, HTML and source code do, if it is one we know."""
+    if head.startswith(codecs.BOM_UTF8):
+        return ""
+    match = IN_MARKUP.search(head[:DECLARED_WITHIN]) if is_markup else IN_TEXT.search(head[:HEAD_BYTES])
+    return codec_of(match[1].decode("ascii", "replace")) if match else ""
+
+
+def _is_rather_utf8(stream: BinaryIO, declared: str) -> bool:
+    """Whether a file that can be read either way is more like a language as UTF-8 than as it says."""
+    sample = _sample(stream, 0)
+    as_utf8, as_declared = (_share_of_a_language(sample.decode(codec, "ignore")) for codec in ("utf-8", declared))
+    return as_utf8 > as_declared
+
+
+def _iso_2022(stream: BinaryIO) -> str:
+    """The codec of a file of ASCII with escapes in it, which may be those of a terminal."""
+    before = ""
+    for piece in pieces(stream, Encoding("utf-8-sig")):
+        if match := ISO_2022.search(before + piece):
+            break
+        before = piece[-LONGEST_RUN:]
+    else:
+        return "utf-8-sig"
+    announced = match[0][:4]
+    for codec in ("iso2022_kr",) if announced == "\x1b$)C" else () if announced[2] == ")" else JAPANESE_2022:
+        if _look(stream, codec).fault is None:
+            return codec
+    raise Unreadable("unknown encoding")
+
+
+def _without_mark(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 without a mark. Of UTF-16's two bytes, the one that varies less is the high one."""
+    variety = [(len(set(head[half::2])), -head[half::2].count(0)) for half in (0, 1)]
+    order = ["utf-16-be", "utf-16-le"] if variety[0] < variety[1] else ["utf-16-le", "utf-16-be"]
+    for encoding in ("utf-32-le", "utf-32-be", *order):
+        try:
+            text = codecs.getincrementaldecoder(encoding)().decode(head)
+        except UnicodeError:
+            continue
+        odd = sum(not (character.isprintable() or character.isspace()) for character in text)
+        if odd <= len(text) // 100:
+            return encoding
+    return None
+
+
+def _count_wrong(stream: BinaryIO, encoding: Encoding) -> tuple[int, int]:
+    """How many characters of a file are wrong in an encoding, and how many are not ASCII, with those."""
+    wrong = other = 0
+    for piece in pieces(stream, encoding):
+        wrong += piece.count("\ufffd")
+        other += len(piece) - len(piece.encode("ascii", "ignore"))
+    return wrong, other
+
+
+def _sample(stream: BinaryIO, fault: int) -> bytes:
+    """Lines that are not ASCII, since the others say nothing, from where the file stops being UTF-8."""
+    stream.seek(fault)
+    data = stream.read(SAMPLE_BYTES)
+    begin = data.find(b"\n") + 1 if fault else 0  # neither from the middle of a character nor to it
+    end = (data.rfind(b"\n") + 1 or len(data.rstrip(NOT_ASCII))) if stream.read(1) else len(data)
+    return _not_ascii(data[begin:end]) or _not_ascii(data)
+
+
+def _not_ascii(data: bytes) -> bytes:
+    return b"".join(line for line in data.splitlines(keepends=True) if not line.isascii())
+
+
+def _outside_tags(data: bytes) -> bytes:
+    """What markup says, a line for what stands between two tags."""
+    before, *chunks = data.split(b"<")
+    found, hidden = [before], b""
+    for chunk in chunks:
+        tag, _, text = chunk.partition(b">")
+        name = tag[:8].lower()
+        if hidden and not name.startswith(b"/" + hidden):
+            continue
+        hidden = next((each for each in (b"script", b"style") if name.startswith(each)), b"")
+        if not hidden:
+            found.append(text)
+    return _not_ascii(b"\n".join(found) + b"\n")
+
+
+def _guesses(sample: bytes) -> Iterator[str]:
+    """Encodings that the sample may be in, best first."""
+    is_short = len(sample) - len(sample.translate(None, NOT_ASCII)) <= FEW_BYTES
+    if is_short and _share_of_a_language(sample.decode(LIKELY[0], "replace")) == 1:
+        yield LIKELY[0]
+    try:
+        import charset_normalizer
+    except ImportError:
+        raise UserError(
+            "reading text that is not UTF-8 needs charset-normalizer: pip install 'mambakit[documents]'"
+        ) from None
+    found = set()
+    for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):
+        share = _share_of_a_language(str(match))
+        if share < UNCLEAR and not is_short:
+            continue
+        for name in match.could_be_from_charset:
+            if name in LIKELY:  # how little it looks like a mess, then how much like a language
+                place = -round(50 * max(share, CLEAR))
+                coherence = match.coherence + (0.03 if name == LIKELY[0] else 0.0)
+                found.add((place, round(match.chaos, 2), -round(coherence, 2), LIKELY.index(name)))
+    for *_, rank in sorted(found):
+        yield LIKELY[rank]
+
+
+def _share_of_a_language(text: str) -> float:
+    """How much of what is not ASCII belongs to that language which has most of it. What stands where it never does
+    belongs to none: a capital letter inside a word, a quote inside a word, a letter among those of another script."""
+    letters: Counter[str] = Counter()
+    marks = other = 0
+    for before, character, after in zip(" " + text, text[:JUDGED_CHARACTERS], text[1:] + " ", strict=False):
+        if character.isascii() or "\u2500" <= character < "\u25a0":  # lines and boxes are drawn by all
+            continue
+        other += 1
+        is_inside = before.isalpha() and after.isalpha()
+        is_among_ascii = is_inside and before.isascii() and after.isascii()
+        if character in PUNCTUATION:
+            marks += character in INSIDE_WORDS or not (is_among_ascii if character > "\u3000" else is_inside)
+        elif character.isupper() and (before.islower() or (is_inside and after.islower())):
+            pass
+        elif character > "\u0530" or character < "\u0370":
+            letters[character.lower()] += not (character > "\u0530" and is_among_ascii)
+        elif not any(each.isalpha() and each.isascii() for each in (before, after)):  # Greek and Cyrillic
+            letters[character.lower()] += 1
+    found = [sum(letters[letter] for letter in letters.keys() & alphabet) for alphabet in _alphabets()]
+    for alphabet in OTHERS.split():
+        num_frequent, num_all = (sum(letters[letter] for letter in some) for some in (alphabet[:FREQUENT], alphabet))
+        found.append(int(num_all * min(1.0, num_frequent / max(1, num_all) / LEAST_FREQUENT)))
+    return (marks + max(found)) / other if other else 1.0
+
+
+@cache
+def _alphabets() -> tuple[frozenset[str], ...]:
+    """The letters of each language; of those that have thousands, the usual ones, which encodings keep together."""
+    tables = (
+        ("gb2312", 0xB0, 0xD7),
+        ("big5", 0xA4, 0xC6),
+        ("euc_kr", 0xB0, 0xC8),
+        ("euc_jp", 0xA4, 0xA5),
+        ("euc_jp", 0xB0, 0xCF),
+    )
+    chinese, taiwanese, korean, kana, kanji = (
+        frozenset(
+            bytes((high, low)).decode(codec, "ignore") for high in range(first, last + 1) for low in range(0x40, 0xFF)
+        )
+        for codec, first, last in tables
+    )
+    return (*map(frozenset, LATIN.split()), THAI, chinese, taiwanese, korean, kana | kanji)
