@@ -117,8 +117,10 @@ def test_what_changed_at_which_step_is_kept(copy: Path) -> None:
     assert [(line["step"], line["changed"]) for line in history()] == [
         (0, []), (12, ["optim.lr: 0.01 -> 0.005", "train.steps: 12 -> 14"]),
     ]  # fmt: skip
-    train({"train": {"steps": 13}}, out=copy, resume=copy / "checkpoints/step_00000009")
-    assert [line["step"] for line in history()] == [0, 9]  # what was changed at step 12 was computed anew
+    train({"train": {"steps": 13}}, out=copy, resume=copy / "checkpoints/step_00000012")
+    assert [(line["step"], line["changed"]) for line in history()] == [  # what had changed at step 12 is computed anew
+        (0, []), (12, ["train.steps: 12 -> 13"]),
+    ]  # fmt: skip
 
 
 def test_a_run_that_is_made_longer_is_told_of_the_jump_in_the_learning_rate(
@@ -175,9 +177,8 @@ def test_text_given_to_a_flag_is_text(tmp_path: Path, monkeypatch: pytest.Monkey
     small = ["--model.d-model", "16", "--model.num-layers", "1", "--train.steps", "1", "--data.tokenizer", "bytes"]
     small += ["--data.sequence-length", "32", "--train.batch-tokens", "64"]
     assert main([*words, *small, "--out", str(tmp_path / "run")]) == 0
-    assert (
-        "the cat: rain" in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["prompt"] + "rain"
-    )
+    samples = [record for record in metrics(tmp_path / "run") if record["type"] == "sample"]
+    assert all(record["prompt"] == "the cat:" for record in samples) and samples
 
 
 @pytest.mark.parametrize("recompute", ["light", "mixer"])
@@ -267,8 +268,7 @@ def test_text_without_a_word_about_training_is_trained_on(
     corpus = make_corpus(tmp_path / "corpus", num_files=10)
     words = ["train", "--data", str(corpus), "--out", str(tmp_path / "run"), "--parallel.device", "cpu"]
     assert main(words) == 0
-    told = capsys.readouterr().err
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["model"]["d_model"] == 192 and config["train"]["batch_tokens"] == 2048
-    assert 1 <= config["train"]["steps"] <= 20
-    assert "(10" in told.split("to do: ")[1].splitlines()[0] or "epochs" in told.split("to do: ")[1].splitlines()[0]
+    told = capsys.readouterr().err.split("to do: ")[1].splitlines()[0]
+    assert told.startswith(f"{config['train']['steps']} steps, ") and float(told.split("(")[1].split()[0]) <= 10.5

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError  # what torch's weights-only loader raises
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import files
@@ -46,7 +47,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for path in _weight_files(folder):
         if path.suffix == ".safetensors":
             try:
-                with safe_open(path, "pt") as file:
+                with open_weights(path) as file:
                     shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
@@ -76,10 +77,24 @@ def _weight_shards(folder: Path, index: dict[str, Any], path: Path) -> list[Path
     return [folder / name for name in found]
 
 
+@contextlib.contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """A safetensors file, whose tensors are read one by one. The library takes no path that is not UTF-8; such a file
+    is handed to it by its number."""
+    with contextlib.ExitStack() as stack:
+        name = str(path)
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            name = f"/proc/self/fd/{stack.enter_context(path.open('rb')).fileno()}"
+        yield stack.enter_context(safe_open(name, "pt"))
+
+
 def read_weight_file(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
-            weights = load_file(path)
+            with open_weights(path) as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
 from ..progress import say
 from . import huggingface
-from .files import CheckpointError, read_weight_file, write_weights
+from .files import CheckpointError, open_weights, read_weight_file, write_weights
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -141,7 +140,7 @@ def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -
 def _verify_finite(folder: Path) -> Iterator[str]:
     """Weights with NaN or infinity were written as they were, but are of no use."""
     for path in sorted(folder.glob("model*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with open_weights(path) as file:
             bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
