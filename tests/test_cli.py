@@ -229,7 +229,7 @@ def test_json_is_all_that_standard_output_holds(
     assert result("prepare", str(corpus), "--out", str(tmp_path / "o"), "--tokenizer", "bytes")["vocab_size"] == 257
     assert result("train", "--resume", "--out", str(run))["step"] == 12
     found = result("evaluate", str(run), "--data", str(shards), "--baseline", "gzip", "--samples", "1")
-    assert [entry["model"] for entry in found["results"]][1] == "gzip -9"
+    assert [entry["model"] for entry in found["results"]][1] == "gzip -9, one stream"
     assert found["results"][0]["bits_per_byte"] > 0
     texts = result("generate", str(run), "--prompt", "the cat", "a dog", "--seed", "3", "--max-new-tokens", "5")[
         "results"
@@ -263,7 +263,7 @@ def test_the_report_shows_the_evaluation_that_was_made(run: Path, shards: Path) 
     assert main(["evaluate", str(run), "--data", str(shards), "--baseline", "gzip"]) == 0
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "gzip -9" in page and "<svg" in page
+    assert "gzip -9, one stream" in page and "<svg" in page
 
 
 def test_settings_come_from_file_then_names_then_flags(tmp_path: Path) -> None:

@@ -401,8 +401,8 @@ def _damage(folder: Path, how: str) -> None:
         ("no config", "config.json does not exist"),
         ("config broken", "config.json is not valid JSON"),
         ("other layers", "says 3 layers, but the weights have 2"),
-        ("no_such_architecture", "cannot be opened: .*no_such_architecture"),
-        ("clip_vision_model", "is a clip_vision_model, which does not predict the next token"),
+        ("no_such_architecture", "transformers cannot open it: .*no_such_architecture"),
+        ("clip_vision_model", "other cannot be used: it is a clip_vision_model, which does not predict the next token"),
     ],
 )
 def test_a_damaged_baseline_is_told_before_anything_is_evaluated(
@@ -484,3 +484,18 @@ def test_samples_are_as_many_as_documents_and_begin_with_whole_characters(odd: P
     for sample, text in zip(samples, given, strict=True):
         assert text.startswith(sample["prompt"])
     assert evaluate(odd / "bytes", [odd / "odd.jsonl"], samples=0, device="cpu").samples == []
+
+
+def test_an_evaluation_is_kept_after_one_that_was_cut_short(odd: Path, tmp_path: Path) -> None:
+    from mambakit.evaluate import keep_in_run
+    from mambakit.report import read_run
+
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = evaluate(odd / "model", [odd / "odd.jsonl"], device="cpu")
+    keep_in_run(tmp_path, found)
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"time": "2026-11')
+    keep_in_run(tmp_path, found)
+    assert [record["results"][0]["bytes"] for record in read_run(tmp_path).evaluations] == [found.results[0].bytes] * 2

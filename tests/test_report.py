@@ -16,7 +16,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mambakit import report
+from mambakit import MambaLM, ModelConfig, report
+from mambakit.files import UserError
 from mambakit.report import DRAWN_POINTS, Curve, RunRecord, read_run, render, smooth, thin, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=\"x\" onerror='alert(2)'>&amp;"
@@ -93,6 +94,13 @@ class Page(HTMLParser):
         """The drawing of each plot; parsing fails unless it is well-formed XML."""
         found = re.findall(r'<figure id="plot-(\w+)">.*?(<svg.*</svg>)', self.source)
         return {key: ElementTree.fromstring(drawing) for key, drawing in found}
+
+    @property
+    def drawings(self) -> dict[str, dict[str, ElementTree.Element]]:
+        """All drawings of each plot, by the axis they run along."""
+        figures = re.findall(r'<figure id="plot-(\w+)">(.*?)</figure>', self.source, re.S)
+        found = {key: re.findall(r'^.*?(<svg class="by-(\w+)".*</svg>)', content, re.M) for key, content in figures}
+        return {key: {axis: ElementTree.fromstring(svg) for svg, axis in drawn} for key, drawn in found.items()}
 
     @property
     def data(self) -> dict[str, Any]:
@@ -438,9 +446,20 @@ def test_wrong_arguments_are_refused_with_advice(tmp_path: Path) -> None:
         write_report([], tmp_path / "report.html")
     with pytest.raises(ValueError, match="run is a folder; name a file for the report, such as .*report.html"):
         write_report([folder], folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not valid JSON"):
-        read_run(folder)
+    with pytest.raises(UserError, match="config.json/report.html cannot be written: .*; name another place with --out"):
+        write_report([folder], folder / "config.json" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"), [("", "is not valid JSON"), ("{", "is not valid JSON"), ("[1]", "holds a list")]
+)
+def test_a_broken_config_beside_good_metrics_is_a_warning(config: str, problem: str, tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", [_train(1), _train(2)])
+    (folder / "config.json").write_text(config)
+    page = _page(folder)
+    assert page.plots.keys() == ALL_PLOTS and page.row("Steps") == ["2"] and page.row("Parameters") == ["–"]
+    (warning,) = re.findall('<p class="warning">(.*?)</p>', page.source)
+    assert "parameters and settings are not shown" in warning and problem in warning
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
@@ -473,3 +492,128 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 def test_reports_need_no_torch() -> None:
     code = "import sys, mambakit.report; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+MODEL = {"kind": "mamba2", "d_model": 64, "num_layers": 2, "head_dim": 16, "vocab_size": 500}
+HISTORY = [
+    {"step": 0, "time": "2026-11-16T01:02:03Z", "device": "NVIDIA H200", "dtype": "bfloat16", "versions": {"mambakit": "0.1.0", "torch": "2.13.0"}, "changed": []},
+    {"step": 2, "time": "2026-11-16T02:00:00Z", "device": "NVIDIA H200", "dtype": "bfloat16", "versions": {"mambakit": "0.1.0", "torch": "2.13.0"}},
+    {"step": 4, "time": "2026-11-16T03:00:00Z", "device": "cpu", "changed": ["optim.lr: 0.001 -> 0.0005", "train.steps: 4 -> 9"]},
+]  # fmt: skip
+
+
+def _with_history(folder: Path, history: Iterable[Any], end: str = "") -> Path:
+    (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history) + end)
+    return folder
+
+
+def _x_of(drawing: ElementTree.Element, *classes: str) -> list[float]:
+    (path,) = _paths(drawing, *classes)
+    return [x for x, _ in _points(path)]
+
+
+def test_the_head_has_parameters_time_and_device(tmp_path: Path) -> None:
+    records = [
+        _train(1, tokens_per_second=409.6),
+        _train(2, tokens_per_second=4096.0),
+        _train(3, tokens_per_second=100.0),
+    ]
+    ours = _with_history(_write(tmp_path / "ours", records, config={"model": MODEL}), HISTORY)
+    foreign = _write(tmp_path / "foreign", [_train(1, tokens_per_second=None)], config={"model": {"layers": 7}})
+    page = _page(ours, foreign)
+    count = sum(parameter.numel() for parameter in MambaLM(ModelConfig(**MODEL)).parameters())
+    assert page.row("Parameters") == [f"{count / 1000:.0f}k", "–"]
+    assert page.row("Training time") == ["52 s", "–"]  # 10 + 1 + 40.96
+    assert page.row("Device") == ["NVIDIA H200 (bfloat16)then cpu", "–"]
+    assert page.row("Versions") == ["mambakit 0.1.0, torch 2.13.0", "–"]
+
+
+def test_time_goes_on_over_gaps_and_lost_records(tmp_path: Path) -> None:
+    records = [_train(step, tokens_per_second=4096.0) for step in (11, 12, 14)]  # the first ten are lost
+    records += [
+        _train(15, tokens=None, tokens_per_second=4096.0),
+        _train(16, tokens_per_second=None),
+        _train(17, tokens_per_second=4096.0),
+    ]
+    run = read_run(_write(tmp_path / "run", records))
+    assert list(run.seconds) == pytest.approx([1, 2, 4, 4, 4, 5])
+
+
+def test_curves_can_be_seen_along_tokens_and_time(tmp_path: Path) -> None:
+    """Half of the steps take three times as long: the same curve, but stretched."""
+    records = [_train(step, tokens_per_second=4096.0 if step <= 50 else 4096.0 / 3) for step in range(1, 101)]
+    page = _page(_write(tmp_path / "run", [*records[:50], _eval(50, 2.5), *records[50:], _eval(100, 2.25)]))
+    drawings = page.drawings["lr"]
+    assert list(drawings) == ["step", "tokens", "time"]
+    ends = report.Frame.WIDTH / 1.015
+    assert _x_of(drawings["step"], "line")[49] == pytest.approx(ends / 2, abs=0.1)
+    assert _x_of(drawings["tokens"], "line") == _x_of(drawings["step"], "line")
+    times = _x_of(drawings["time"], "line")
+    assert times[49] == pytest.approx(ends / 4, abs=0.1) and times[-1] == pytest.approx(ends, abs=0.1)
+    assert [float(dot.get("cx", "")) for dot in page.drawings["loss"]["time"].iter("circle")] == pytest.approx(
+        [ends, ends / 4], abs=0.1
+    )
+    labels = {
+        axis: [text.text for text in drawing.iter("text") if text.get("class") == "x"]
+        for axis, drawing in drawings.items()
+    }
+    assert labels["step"][-1] == "step" and labels["tokens"][-1] == "tokens"
+    assert labels["time"] == ["0", "0.5", "1.0", "1.5", "2.0", "2.5", "3.0", "training time, minutes"]
+    series = page.data["plots"]["loss"][0]
+    assert series["tokens"][49] == 50 * 4096 and series["time"][49] == pytest.approx(50) and series["time"][-1] == 200
+    assert page.data["view"]["last"]["time"] == pytest.approx(200 * 1.015)
+
+
+def test_the_choice_of_an_axis_needs_no_script(tmp_path: Path) -> None:
+    page = _page(_write(tmp_path / "run", [_train(1), _train(2)]))
+    assert re.findall(r'<label><input type="radio" name="axis" id="by-(\w+)"( checked)?/>(\w+)</label>', page.source) == [
+        ("step", " checked", "step"), ("tokens", "", "tokens"), ("time", "", "time")
+    ]  # fmt: skip
+    assert "svg.by-tokens, svg.by-time { display: none; }" in page.source
+    for axis in ("tokens", "time"):
+        assert f"main:has(#by-{axis}:checked) svg.by-{axis}" in page.source
+
+
+def test_axes_that_no_run_knows_are_not_offered(tmp_path: Path) -> None:
+    old = _write(tmp_path / "old", [_train(step, tokens=None, tokens_per_second=None) for step in (1, 2)])
+    page = _page(old)
+    assert "radio" not in page.tags and 'type="radio"' not in page.source and list(page.drawings["loss"]) == ["step"]
+    page = _page(old, _write(tmp_path / "new", [_train(1), _train(2)]))
+    assert list(page.drawings["loss"]) == ["step", "tokens", "time"]
+    assert _paths(page.drawings["loss"]["time"], "c0", "line") == [""]
+    assert len(_points(_paths(page.drawings["loss"]["time"], "c1", "line")[0])) == 2
+    assert page.data["plots"]["loss"][0]["time"] == [None, None]
+
+
+def test_changed_settings_are_listed(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", [_train(step) for step in range(1, 10)])
+    page = _page(_with_history(folder, HISTORY))
+    assert page.texts["h2"][0] == "Changes"
+    assert page.row("4") == ["2026-11-16T03:00:00Z", "optim.lr: 0.001 -&gt; 0.0005train.steps: 4 -&gt; 9"]
+    assert "Changes" not in _page(_with_history(folder, HISTORY[:2])).texts["h2"]
+    (folder / "history.jsonl").unlink()
+    assert "Changes" not in _page(folder).texts["h2"]
+
+
+def test_a_run_that_went_back_forgets_what_was_changed_after(tmp_path: Path) -> None:
+    again = {"step": 3, "device": "NVIDIA A100", "changed": ["optim.lr: 0.001 -> 0.01"]}
+    page = _page(_with_history(_write(tmp_path / "run", [_train(1)]), [*HISTORY, again]))
+    assert page.row("Device") == ["NVIDIA H200 (bfloat16)then NVIDIA A100"]
+    assert "0.0005" not in page.source and "0.01" in page.source
+
+
+def test_a_history_of_any_kind_is_taken(tmp_path: Path) -> None:
+    odd = [
+        {}, {"step": "two"}, {"step": 1}, {"step": 1, "device": 7, "dtype": ["a", "b"], "versions": "new", "changed": "one line"},
+        {"step": 2, "device": HOSTILE, "versions": {HOSTILE: HOSTILE}, "changed": [HOSTILE, 3, None]},
+    ]  # fmt: skip
+    folder = _with_history(_write(tmp_path / "run", [_train(1)]), odd, end='{"step": 3, "dev')
+    page = _page(folder)
+    assert page.tags.count("script") == 2 and "img" not in page.tags
+    assert page.row("1")[1] == "one line" and page.row("Device")[0].startswith("7 (a b)then")
+
+
+def test_samples_of_an_evaluation_are_shown(tmp_path: Path) -> None:
+    good = {"checkpoint": "c", "results": [], "samples": [{"prompt": "def ", "text": "f():"}, "odd", {"text": HOSTILE}]}
+    page = _page(_write(tmp_path / "run", [_train(1)], evaluations=[good, {"samples": 3}]))
+    assert "<pre><b>def </b>f():</pre>" in page.source and page.texts["pre"] == ["def f():", HOSTILE]

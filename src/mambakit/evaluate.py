@@ -201,8 +201,10 @@ def keep_in_run(run: Path, evaluation: Evaluation) -> None:
     if not (run / "checkpoints").is_dir():
         return
     now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    with (run / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": now, **evaluation.to_json()}) + "\n")
+    path = run / "evaluations.jsonl"
+    was_cut = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a process that was killed
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if was_cut else "") + json.dumps({"time": now, **evaluation.to_json()}) + "\n")
 
 
 @dataclass(frozen=True)
@@ -413,6 +415,13 @@ def _open_baseline(name: str) -> _Baseline:
     if name == GZIP:
         return _Baseline(name)
     folder = native.find(Path(name)) if name and Path(name).is_dir() else _download(name)
+    try:
+        return _open_folder(name, folder)
+    except UserError as error:
+        raise CheckpointError(f"the baseline {name} cannot be used: {error}") from None
+
+
+def _open_folder(name: str, folder: Path) -> _Baseline:
     values = read_json(folder / "config.json")
     is_mamba = state_spaces.is_state_spaces(values) or values.get("model_type") in huggingface.MODEL_TYPES
     shapes = read_shapes(folder)
@@ -422,9 +431,9 @@ def _open_baseline(name: str) -> _Baseline:
         check_fit(config, {huggingface.our_name(part): shape for part, shape in shapes.items()}, folder)
         num_ids = config.padded_vocab_size
     else:
-        _check_foreign(name, folder, values)
+        _check_foreign(folder, values)
     if not (folder / TOKENIZER).is_file():
-        raise CheckpointError(f"the baseline {name} has no tokenizer.json; it cannot be given the same text")
+        raise CheckpointError(f"{folder} has no tokenizer.json; it cannot be given the same text")
     return _Baseline(name, folder, open_tokenizer(str(folder / TOKENIZER)), is_mamba, num_ids)
 
 
@@ -507,23 +516,22 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def _check_foreign(name: str, folder: Path, values: dict[str, Any]) -> None:
+def _check_foreign(folder: Path, values: dict[str, Any]) -> None:
     """Whether transformers knows a model of this kind."""
     if not isinstance(values.get("model_type"), str):
-        raise CheckpointError(f"{folder / 'config.json'} has no model_type; the baseline {name} cannot be opened")
+        raise CheckpointError(f"{folder / 'config.json'} names no model_type, and is not of state-spaces' form")
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     except ImportError:
         raise UserError(
-            f"the baseline {name} is a {values['model_type']}, and no Mamba; transformers can open it: "
-            "pip install 'mambakit[baselines]'"
+            f"it is a {values['model_type']}, and no Mamba; transformers can open it: pip install 'mambakit[baselines]'"
         ) from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds
-        raise CheckpointError(f"the baseline {name} cannot be opened: {_first_line(error)}") from None
+        raise CheckpointError(f"transformers cannot open it: {_first_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"the baseline {name} is a {config.model_type}, which does not predict the next token")
+        raise CheckpointError(f"it is a {config.model_type}, which does not predict the next token")
 
 
 def _first_line(error: Exception) -> str:

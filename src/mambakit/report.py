@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import html
 import json
 import math
 import os
 import statistics
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .config import ModelConfig
 from .files import UserError, read_json
+from .progress import duration, printable
 
 DRAWN_POINTS = 1000  # of each curve: about two for every pixel
 MOST_DOTS = 50  # on a validation curve; more would run together
@@ -23,6 +29,7 @@ LAST_RECORDS = 20  # training loss is quoted as the mean of so many
 COLORS = 8  # as many as the style sheet has; later runs repeat them with dashes
 GIB = 2.0**30
 DASH = "–"  # what was not measured
+NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 TRAIN_KEYS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory_bytes", "epoch")
 EVAL_KEYS = ("loss", "perplexity", "bits_per_byte")
@@ -49,7 +56,23 @@ class RunRecord:
     evals: Columns
     samples: Sequence[Sample] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
+    history: Sequence[Mapping[str, Any]] = ()  # where and how it was computed, from each start or resume on
+    config_problem: str = ""  # why there is no config
     unreadable_lines: int = 0  # of metrics.jsonl, not counting a last line still being written
+
+    @cached_property
+    def seconds(self) -> array[float]:
+        """How long training took up to each step: the steps themselves, without evaluations and checkpoints."""
+        found = array("d")
+        seconds, before = 0.0, math.nan
+        for step, tokens, rate in zip(
+            *(self.train[key] for key in ("step", "tokens", "tokens_per_second")), strict=True
+        ):
+            new = tokens - before if not math.isnan(before) else tokens / max(step, 1)  # earlier records are lost
+            seconds += new / rate if new > 0 and rate > 0 else 0.0
+            before = tokens if not math.isnan(tokens) else before
+            found.append(seconds)
+        return found
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
@@ -63,13 +86,16 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
         records = [replace(record, name=str(folder)) for record, folder in zip(records, runs, strict=True)]
     # A sample may hold half a surrogate pair, which UTF-8 cannot write.
     page = render(records).encode("utf-8", "replace")
-    out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         beside.write_bytes(page)
         os.replace(beside, out)
-    except BaseException:
-        beside.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in NO_PLACE:
+            raise UserError(f"{out} cannot be written: {error.strerror}; name another place with --out") from None
         raise
 
 
@@ -97,10 +123,31 @@ def read_run(folder: Path) -> RunRecord:
             _append(evals, record)
         elif record.get("type") == "sample":
             samples.append(Sample(step, str(record.get("prompt", "")), str(record.get("text", ""))))
-    path = folder / "evaluations.jsonl"
-    evaluations = [record for record in _read_lines(path) if record] if path.is_file() else []
-    name = folder.resolve().name
-    return RunRecord(name, read_json(folder / "config.json"), train, evals, samples, evaluations, unreadable)
+    problem, config = "", {}
+    try:
+        config = read_json(folder / "config.json")
+    except UserError as error:
+        problem = f"parameters and settings are not shown: {error}"
+    return RunRecord(
+        folder.resolve().name, config, train, evals, samples, _objects(folder / "evaluations.jsonl"),
+        _history(folder / "history.jsonl"), problem, unreadable,
+    )  # fmt: skip
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """Each start and resume that led to the run as it is now: one that goes back forgets those that went further."""
+    found: list[dict[str, Any]] = []
+    for record in _objects(path):
+        step = _number(record.get("step"))
+        if not math.isnan(step):
+            found = [other for other in found if other["step"] <= step]
+            found.append({**record, "step": step})
+    return found
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """The readable lines of a file that a run may have or not."""
+    return [record for record in _read_lines(path) if record] if path.is_file() else []
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -150,7 +197,8 @@ def _forget(columns: Columns, step: float) -> bool:
 def render(runs: Sequence[RunRecord]) -> str:
     """The report as a page of HTML; whatever comes from a run is escaped."""
     title = _text("mambakit report: " + ", ".join(run.name for run in runs))
-    figures, drawn = _figures(runs)
+    axes = _axes(runs)
+    figures, drawn = _figures(runs, axes)
     # No "<" can end the script element from inside a string.
     data = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f"""<!doctype html>
@@ -166,7 +214,9 @@ def render(runs: Sequence[RunRecord]) -> str:
 <main>
 <h1>{title}</h1>
 {_headlines(runs)}
+{_changes(runs)}
 <h2>Curves</h2>
+{_switch(axes)}
 {_legend(runs)}
 <div class="plots">
 {figures}
@@ -182,22 +232,19 @@ def render(runs: Sequence[RunRecord]) -> str:
 """
 
 
-# Control characters, which a young model writes, and a page may not hold.
-_UNSEEN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
-
-
 def _text(value: object) -> str:
-    return html.escape(str(value).translate(_UNSEEN))
+    """Without control characters, which a young model writes, and a page may not hold."""
+    return html.escape(printable(str(value)))
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """A table of cells that are HTML already; a row whose first cell is marked "≠" stands out."""
     head = "".join(f'<th scope="col">{cell}</th>' for cell in header)
     lines = [f"<thead><tr>{head}</tr></thead>"]
     for first, *others in rows:
         mark = ' class="differs"' if first.startswith("≠") else ""
         lines.append(f'<tr{mark}><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>')
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    return f'<div class="scroll{kind and f" {kind}"}"><table>{"".join(lines)}</table></div>'
 
 
 def _color(i: int) -> str:
@@ -222,8 +269,11 @@ def _known(values: Iterable[float]) -> list[float]:
 
 def _headlines(runs: Sequence[RunRecord]) -> str:
     measures: dict[str, Callable[[RunRecord], str]] = {
+        "Parameters": lambda run: _short(_num_parameters(run.config)),
+        "Device": _devices,
         "Steps": lambda run: _count(max(run.train["step"], default=0)),
         "Tokens": lambda run: _short(max(_known(run.train["tokens"]), default=math.nan)),
+        "Training time": lambda run: duration(run.seconds[-1]) if _known_time(run) else DASH,
         "Epochs": lambda run: _decimal(max(_known(run.train["epoch"]), default=math.nan)),
         f"Training loss, mean of the last {LAST_RECORDS}": lambda run: _decimal(_last_mean(run.train["loss"])),
         "Best validation loss": lambda run: _best(run.evals, "loss"),
@@ -235,12 +285,78 @@ def _headlines(runs: Sequence[RunRecord]) -> str:
         "Model FLOPs used (MFU), median": lambda run: _percent(_median(run.train["mfu"])),
         "Peak memory": lambda run: _bytes(max(_known(run.train["memory_bytes"]), default=math.nan)),
     }
+    if any(run.history for run in runs):
+        measures["Versions"] = _versions
     rows = [[label, *(measure(run) for run in runs)] for label, measure in measures.items()]
-    table = _table(["", *(_run_name(i, run) for i, run in enumerate(runs))], rows)
+    table = _table(["", *(_run_name(i, run) for i, run in enumerate(runs))], rows, "figures")
     return table + "".join(f'<p class="warning">{_text(note)}</p>' for run in runs for note in _warnings(run))
 
 
+def _num_parameters(config: Mapping[str, Any]) -> float:
+    """NaN where the config is not one of ours."""
+    try:
+        return ModelConfig(**config["model"]).num_parameters()
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return math.nan
+
+
+def _known_time(run: RunRecord) -> bool:
+    return len(run.seconds) > 0 and run.seconds[-1] > 0
+
+
+def _devices(run: RunRecord) -> str:
+    """All that it was computed on, with the dtype."""
+    found = [
+        _words(record["device"]) + (f" ({_words(record['dtype'])})" if record.get("dtype") else "")
+        for record in run.history
+        if record.get("device")
+    ]
+    return "<br/>then ".join(map(_text, _without_repeats(found))) or DASH
+
+
+def _versions(run: RunRecord) -> str:
+    found = [
+        ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        for record in run.history
+        if isinstance(record.get("versions"), dict)
+    ]
+    return "<br/>then ".join(map(_text, _without_repeats(found))) or DASH
+
+
+def _without_repeats(values: Sequence[str]) -> list[str]:
+    return [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+
+
+def _changes(runs: Sequence[RunRecord]) -> str:
+    """What was changed when a run went on."""
+    rows = [
+        [
+            _count(record["step"]),
+            *([_run_name(i, run)] if len(runs) > 1 else []),
+            _text(record.get("time") or DASH),
+            "<br/>".join(_text(line) for line in _lines(record.get("changed"))),
+        ]
+        for i, run in enumerate(runs)
+        for record in run.history
+        if _lines(record.get("changed"))
+    ]
+    header = ["After step", *(["Run"] if len(runs) > 1 else []), "Time", "Changed"]
+    return f"<h2>Changes</h2>{_table(header, rows, 'figures')}" if rows else ""
+
+
+def _lines(value: object) -> list[str]:
+    return (
+        [str(line) for line in value]
+        if isinstance(value, list)
+        else [value]
+        if isinstance(value, str) and value
+        else []
+    )
+
+
 def _warnings(run: RunRecord) -> Iterator[str]:
+    if run.config_problem:
+        yield f"{run.name}: {run.config_problem}."
     lost = [step for step, loss in zip(run.train["step"], run.train["loss"], strict=True) if math.isnan(loss)]
     if lost:
         count, total = _count(len(lost)), _count(len(run.train["step"]))
@@ -367,67 +483,142 @@ def smooth(curve: Curve) -> Curve:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """Where a step and a value stand in a plot, in the units of its drawing; y grows downwards."""
+class Axis:
+    """What the curves run along: where each step of each run stands on it."""
 
-    last_step: float
+    key: str
+    label: str
+    last: float  # where it ends
+    steps: Sequence[Sequence[float]]  # of each run, rising
+    places: Sequence[Sequence[float]]  # of those steps; none where a run did not measure any
+    least: float = 0.0  # between two ticks
+    unit_size: float = 1.0
+
+    def at(self, run: int, step: float) -> float:
+        """NaN where it is not known. Between two steps, and before the first, as if all took the same."""
+        if self.key == "step":
+            return step
+        steps, places = self.steps[run], self.places[run]
+        if not len(places) or step > steps[-1]:
+            return math.nan
+        i = bisect_left(steps, step)
+        if steps[i] == step:
+            return places[i]
+        first_step, first = (steps[i - 1], places[i - 1]) if i else (0.0, 0.0)
+        return first + (places[i] - first) * (step - first_step) / (steps[i] - first_step)
+
+
+TIME_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+
+
+def _axes(runs: Sequence[RunRecord]) -> list[Axis]:
+    """Steps; and tokens and time where any run knows them."""
+    steps = [run.train["step"] for run in runs]
+    last = max((step for run in runs for columns in (run.train, run.evals) for step in columns["step"]), default=0)
+    room = 1.015  # for the last dot
+    found = [Axis("step", "step", max(last, 1) * room, steps, steps, least=1)]
+    tokens = [_filled(run.train["tokens"]) for run in runs]
+    if (last := max((column[-1] for column in tokens if column), default=0)) > 0:
+        found.append(Axis("tokens", "tokens", last * room, steps, tokens, least=1))
+    seconds = [run.seconds if _known_time(run) else array("d") for run in runs]
+    if (last := max((column[-1] for column in seconds if column), default=0)) > 0:
+        unit, size = next((unit, size) for unit, size in TIME_UNITS if last >= 2 * size or size == 1)
+        found.append(Axis("time", f"training time, {unit}", last * room, steps, seconds, unit_size=size))
+    return found
+
+
+def _filled(column: array[float]) -> array[float]:
+    """A column that rises, with its gaps as the value before; nothing where there is no value."""
+    if not _known(column):
+        return array("d")
+    filled, before = array("d"), 0.0
+    for value in column:
+        before = before if math.isnan(value) else max(before, value)
+        filled.append(before)
+    return filled
+
+
+def _switch(axes: Sequence[Axis]) -> str:
+    """Which axis the curves are drawn along: a matter of the style sheet alone."""
+    if len(axes) == 1:
+        return ""
+    choices = "".join(
+        f'<label><input type="radio" name="axis" id="by-{axis.key}"{" checked" if i == 0 else ""}/>{axis.key}</label>'
+        for i, axis in enumerate(axes)
+    )
+    return f'<fieldset class="switch"><legend>Horizontal axis</legend>{choices}</fieldset>'
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a step of a run and a value stand in a plot, in the units of its drawing; y grows downwards."""
+
+    axis: Axis
     low: float
     high: float
 
     SIZE = (480, 280)
     LEFT, TOP, WIDTH, HEIGHT = 58, 30, 400, 204  # what lies inside the axes
 
-    def x(self, step: float) -> float:
-        return self.WIDTH * step / self.last_step
+    def x(self, run: int, step: float) -> float:
+        return self.WIDTH * self.axis.at(run, step) / self.axis.last
 
     def y(self, value: float) -> float:
         y = self.HEIGHT * (self.high - value) / (self.high - self.low)
         return min(max(y, -1e4), 1e4)  # far outside is far enough
 
 
-def _figures(runs: Sequence[RunRecord]) -> tuple[str, dict[str, Any]]:
+def _figures(runs: Sequence[RunRecord], axes: Sequence[Axis]) -> tuple[str, dict[str, Any]]:
     """All plots, and the numbers that the script shows at the pointer."""
     train, evals = [run.train for run in runs], [run.evals for run in runs]
-    last_step = max((step for columns in (*train, *evals) for step in columns["step"]), default=0)
-    last_step = max(last_step, 1) * 1.015  # room for the last dot
     parts: list[str] = []
     plots: dict[str, Any] = {}
     for plot in PLOTS:
         training, validation = _curves(train, plot), _curves(evals, plot)
         if not training and not validation and plot.key == "bits_per_byte":
             continue
-        parts.append(_figure(plot, training, validation, last_step))
-        plots[plot.key] = [_series(curve, runs, "training" if validation else "") for curve in training]
-        plots[plot.key] += [_series(curve, runs, "validation") for curve in validation]
-    view = {"width": Frame.SIZE[0], "left": Frame.LEFT, "inner": Frame.WIDTH, "last_step": last_step}
+        parts.append(_figure(plot, training, validation, axes))
+        plots[plot.key] = [_series(curve, runs, axes, "training" if validation else "") for curve in training]
+        plots[plot.key] += [_series(curve, runs, axes, "validation") for curve in validation]
+    view = {
+        "width": Frame.SIZE[0], "left": Frame.LEFT, "inner": Frame.WIDTH, "last": {axis.key: axis.last for axis in axes}
+    }  # fmt: skip
     return "\n".join(parts), {"view": view, "plots": plots}
 
 
-def _series(curve: Curve, runs: Sequence[RunRecord], kind: str) -> dict[str, Any]:
+def _series(curve: Curve, runs: Sequence[RunRecord], axes: Sequence[Axis], kind: str) -> dict[str, Any]:
     thinned = thin(curve)
     points = [point for point in zip(thinned.steps, thinned.values, strict=True) if not math.isnan(point[1])]
     return {
         "name": f"{runs[curve.run].name} {kind}".strip() if len(runs) > 1 else kind,
         "steps": [int(step) for step, _ in points],
         "values": [float(f"{value:.5g}") for _, value in points],
+        **{axis.key: [_short_number(axis.at(curve.run, step)) for step, _ in points] for axis in axes[1:]},
     }
 
 
-def _figure(plot: Plot, training: Sequence[Curve], validation: Sequence[Curve], last_step: float) -> str:
+def _short_number(value: float) -> float | None:
+    """None for NaN, and no more digits than a pointer can tell apart."""
+    if math.isnan(value):
+        return None
+    return int(value) if value >= 1000 else float(f"{value:.4g}")
+
+
+def _figure(plot: Plot, training: Sequence[Curve], validation: Sequence[Curve], axes: Sequence[Axis]) -> str:
     if not training and not validation:
-        drawing, notes = '<p class="empty">Nothing is recorded yet.</p>', []
+        drawings, notes = ['<p class="empty">Nothing is recorded yet.</p>'], []
     else:
-        low, high = _axis(plot, training, validation, last_step)
-        frame = Frame(last_step, low, high)
-        drawing = _drawing(plot, training, validation, frame)
-        notes = _cuts(frame, [*training, *validation])
+        low, high = _ends(plot, training, validation, axes[0].last)
+        drawings = [_drawing(plot, training, validation, Frame(axis, low, high)) for axis in axes]
+        notes = _cuts(Frame(axes[0], low, high), [*training, *validation])
     if validation and training:
         notes.insert(0, "Line: training. Dots: validation.")
     note = f'<p class="note">{_text(" ".join(notes))}</p>' if notes else ""
-    return f'<figure id="plot-{plot.key}"><figcaption>{plot.title}</figcaption>{drawing}{note}</figure>'
+    drawn = "\n".join(drawings)
+    return f'<figure id="plot-{plot.key}"><figcaption>{plot.title}</figcaption>{drawn}{note}</figure>'
 
 
-def _axis(plot: Plot, training: Sequence[Curve], validation: Sequence[Curve], last_step: float) -> tuple[float, float]:
+def _ends(plot: Plot, training: Sequence[Curve], validation: Sequence[Curve], last_step: float) -> tuple[float, float]:
     """The ends of the y axis: those of the values, but a noisy curve's rarest values may stretch it by half only.
 
     Validation is a mean of many batches and has no spikes, so all of it is shown but what was measured near the start.
@@ -468,19 +659,21 @@ def _cuts(frame: Frame, curves: Sequence[Curve]) -> list[str]:
 
 def _drawing(plot: Plot, training: Sequence[Curve], validation: Sequence[Curve], frame: Frame) -> str:
     width, height = frame.SIZE
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{plot.title} by step">']
+    axis = frame.axis
+    label = f'role="img" aria-label="{plot.title} by {axis.key}"'
+    parts = [f'<svg class="by-{axis.key}" data-axis="{axis.key}" viewBox="0 0 {width} {height}" {label}>']
     parts.append(f'<text class="unit" x="4" y="14">{plot.unit}</text>')
     for value, label in _ticks(frame.low, frame.high):
         y = frame.TOP + frame.y(value)
         parts.append(f'<path class="grid" d="M{frame.LEFT},{y:.1f}h{frame.WIDTH}"/>')
         parts.append(f'<text class="y" x="{frame.LEFT - 6}" y="{y:.1f}">{label}</text>')
     bottom = frame.TOP + frame.HEIGHT
-    for value, label in _ticks(0, frame.last_step, least=1):
-        x = frame.LEFT + frame.x(value)
+    for value, label in _ticks(0, axis.last / axis.unit_size, least=axis.least):
+        x = frame.LEFT + frame.WIDTH * value * axis.unit_size / axis.last
         parts.append(f'<path class="axis" d="M{x:.1f},{bottom}v4"/>')
         parts.append(f'<text class="x" x="{x:.1f}" y="{bottom + 18}">{label}</text>')
     parts.append(f'<path class="axis" d="M{frame.LEFT},{bottom}h{frame.WIDTH}"/>')
-    parts.append(f'<text class="x" x="{frame.LEFT + frame.WIDTH / 2}" y="{height - 6}">step</text>')
+    parts.append(f'<text class="x" x="{frame.LEFT + frame.WIDTH / 2}" y="{height - 6}">{axis.label}</text>')
     # An inner svg cuts off what lies outside the axes.
     parts.append(f'<svg x="{frame.LEFT}" y="{frame.TOP}" width="{frame.WIDTH}" height="{frame.HEIGHT}">')
     above: list[str] = []  # no run's faint line lies over another's bold one
@@ -494,7 +687,7 @@ def _drawing(plot: Plot, training: Sequence[Curve], validation: Sequence[Curve],
         parts.append(_line(thin(curve), frame, "validation"))
         points = [*zip(curve.steps, curve.values, strict=True)]
         apart = -(-len(points) // MOST_DOTS)
-        parts.append(_dots(points[::-apart], frame, f"{_color(curve.run)} validation"))
+        parts.append(_dots(points[::-apart], frame, curve.run, "validation"))
     parts.append(f'<path class="cursor" d="M0,0v{frame.HEIGHT}"/></svg></svg>')
     return "".join(parts)
 
@@ -503,23 +696,24 @@ def _line(curve: Curve, frame: Frame, kind: str) -> str:
     """A path that breaks where nothing was measured; a point alone between two gaps becomes a dot."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in zip(curve.steps, curve.values, strict=True):
-        if math.isnan(value):
+        if math.isnan(value) or math.isnan(frame.x(curve.run, step)):
             pieces.append([])
         else:
             pieces[-1].append((step, value))
     places = [
-        "L".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in piece) for piece in pieces if piece
+        "L".join(f"{frame.x(curve.run, step):.1f},{frame.y(value):.1f}" for step, value in piece)
+        for piece in pieces
+        if piece
     ]
-    color = f"{_color(curve.run)} {kind}"
-    path = f'<path class="{color}" d="{"".join(f"M{place}" for place in places)}"/>'
-    return path + _dots([piece[0] for piece in pieces if len(piece) == 1], frame, color)
+    path = f'<path class="{_color(curve.run)} {kind}" d="{"".join(f"M{place}" for place in places)}"/>'
+    return path + _dots([piece[0] for piece in pieces if len(piece) == 1], frame, curve.run, kind)
 
 
-def _dots(points: Iterable[tuple[float, float]], frame: Frame, color: str) -> str:
+def _dots(points: Iterable[tuple[float, float]], frame: Frame, run: int, kind: str) -> str:
     return "".join(
-        f'<circle class="{color}" cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" r="3"/>'
+        f'<circle class="{_color(run)} {kind}" cx="{frame.x(run, step):.1f}" cy="{frame.y(value):.1f}" r="3"/>'
         for step, value in points
-        if not math.isnan(value)
+        if not math.isnan(value) and not math.isnan(frame.x(run, step))
     )
 
 
@@ -557,7 +751,12 @@ def _samples(runs: Sequence[RunRecord]) -> str:
 
 
 def _sample(sample: Sample) -> str:
-    return f'<p class="note">Step {_count(sample.step)}</p><pre><b>{_text(sample.prompt)}</b>{_text(sample.text)}</pre>'
+    return f'<p class="note">Step {_count(sample.step)}</p>{_pre(sample._asdict())}'
+
+
+def _pre(sample: Mapping[str, Any]) -> str:
+    """What was generated, with the prompt set off from it."""
+    return f"<pre><b>{_text(sample.get('prompt', ''))}</b>{_text(sample.get('text', ''))}</pre>"
 
 
 def _evaluations(runs: Sequence[RunRecord]) -> str:
@@ -574,6 +773,12 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
                 if isinstance(result, dict)
             ]
             parts.append(f'<p class="note">{_text(" · ".join(about))}</p>{_table(header, rows)}')
+            samples = evaluation.get("samples")
+            texts = (
+                [_pre(sample) for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
+            )
+            if texts:
+                parts.append(f"<details><summary>Samples ({len(texts)})</summary>{''.join(texts)}</details>")
     return "<h2>Evaluations</h2>" + "".join(parts) if parts else ""
 
 
@@ -646,8 +851,17 @@ h3 { font-size: 15px; margin: 16px 0 4px; }
 .scroll { overflow-x: auto; margin: 8px 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); }
+.figures td { white-space: nowrap; }
 tbody th { font-weight: normal; color: var(--soft); }
 .differs th, .differs td { background: var(--mark); color: var(--ink); }
+.switch { display: inline-flex; flex-wrap: wrap; gap: 4px 14px; margin: 4px 0 8px; padding: 0; border: 0;
+  color: var(--soft); font-size: 14px; }
+.switch legend { float: left; padding: 0; margin-right: 14px; }
+.switch label { display: inline-flex; align-items: center; gap: 5px; color: var(--ink); cursor: pointer; }
+.switch input { margin: 0; accent-color: var(--c0); }
+svg.by-tokens, svg.by-time { display: none; }
+main:has(#by-tokens:checked) svg.by-step, main:has(#by-time:checked) svg.by-step { display: none; }
+main:has(#by-tokens:checked) svg.by-tokens, main:has(#by-time:checked) svg.by-time { display: block; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 20px 24px; }
 .settings { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 4px 24px; }
 .compared { grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); }
@@ -670,40 +884,58 @@ circle.validation { fill: var(--back); stroke: var(--run); stroke-width: 1.6; }
 .cursor { stroke: var(--soft); stroke-dasharray: 2 3; visibility: hidden; }
 .tip { position: absolute; top: 28px; padding: 4px 8px; background: var(--back); border: 1px solid var(--rule);
   border-radius: 4px; font-size: 13px; white-space: pre; pointer-events: none; max-width: 80%; overflow: hidden; }
+pre b { color: var(--c0); }
 .empty { color: var(--soft); border: 1px dashed var(--rule); padding: 40px 16px; text-align: center; margin: 4px 0; }
 pre { margin: 0 0 12px; padding: 8px 12px; border: 1px solid var(--rule); border-radius: 4px; font-size: 13px;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 @media (max-width: 600px) { svg text { font-size: 15px; } }
 """
 
-# Shows step and values at the pointer. Text is set as text, never as HTML.
+# Shows values at the pointer. Text is set as text, never as HTML.
 SCRIPT = """
 const { view, plots } = JSON.parse(document.getElementById("data").textContent);
+const round = value => value.toLocaleString("en", { maximumSignificantDigits: 5 });
+const time = seconds => {
+  const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+  if (hours) return hours + " h " + minutes + " min";
+  return minutes ? minutes + " min " + whole % 60 + " s" : round(seconds) + " s";
+};
+const where = {
+  step: () => "",
+  tokens: tokens => ", " + tokens.toLocaleString("en") + " tokens",
+  time: seconds => ", " + time(seconds),
+};
 for (const [key, curves] of Object.entries(plots)) {
-  const figure = document.getElementById("plot-" + key), svg = figure.querySelector("svg");
-  if (!svg) continue;
-  const cursor = svg.querySelector(".cursor"), tip = figure.appendChild(document.createElement("div"));
+  const figure = document.getElementById("plot-" + key);
+  const tip = figure.appendChild(document.createElement("div"));
   tip.className = "tip";
   tip.hidden = true;
-  const hide = () => { tip.hidden = true; cursor.style.visibility = "hidden"; };
-  svg.addEventListener("pointerleave", hide);
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect();
-    const x = (event.clientX - box.left) / box.width * view.width - view.left;
-    if (x < 0 || x > view.inner) return hide();
-    const step = x / view.inner * view.last_step;
-    tip.textContent = curves.map(({ name, steps, values }) => {
-      let near = 0;
-      steps.forEach((other, i) => { if (Math.abs(other - step) < Math.abs(steps[near] - step)) near = i; });
-      const value = values[near].toLocaleString("en", { maximumSignificantDigits: 5 });
-      return (name + " " + value).trim() + ", step " + steps[near];
-    }).join("\\n");
-    tip.hidden = false;
-    const left = event.clientX - figure.getBoundingClientRect().left;
-    const aside = left > box.width / 2 ? left - tip.offsetWidth - 12 : left + 12;
-    tip.style.left = Math.max(0, Math.min(aside, box.width - tip.offsetWidth)) + "px";
-    cursor.style.visibility = "visible";
-    cursor.setAttribute("transform", "translate(" + x + ")");
-  });
+  for (const svg of figure.querySelectorAll("svg[data-axis]")) {
+    const axis = svg.dataset.axis, cursor = svg.querySelector(".cursor");
+    const hide = () => { tip.hidden = true; cursor.style.visibility = "hidden"; };
+    svg.addEventListener("pointerleave", hide);
+    svg.addEventListener("pointermove", event => {
+      const box = svg.getBoundingClientRect();
+      const x = (event.clientX - box.left) / box.width * view.width - view.left;
+      if (x < 0 || x > view.inner) return hide();
+      const place = x / view.inner * view.last[axis];
+      tip.textContent = curves.map(curve => {
+        const places = axis === "step" ? curve.steps : curve[axis];
+        let near = -1;
+        places.forEach((other, i) => {
+          if (other !== null && (near < 0 || Math.abs(other - place) < Math.abs(places[near] - place))) near = i;
+        });
+        if (near < 0) return "";
+        const value = (curve.name + " " + round(curve.values[near])).trim();
+        return value + ", step " + curve.steps[near].toLocaleString("en") + where[axis](places[near]);
+      }).filter(line => line).join("\\n");
+      tip.hidden = !tip.textContent;
+      const left = event.clientX - figure.getBoundingClientRect().left;
+      const aside = left > box.width / 2 ? left - tip.offsetWidth - 12 : left + 12;
+      tip.style.left = Math.max(0, Math.min(aside, box.width - tip.offsetWidth)) + "px";
+      cursor.style.visibility = "visible";
+      cursor.setAttribute("transform", "translate(" + x + ")");
+    });
+  }
 }
 """
