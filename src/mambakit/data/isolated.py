@@ -1,8 +1,12 @@
 """A process that reads files for another, which a hostile file can then neither crash, nor fill, nor hold up.
 
-The parent sends a line of JSON for each file: its path, the reader, and a file to write to. The child writes the parts
-there and answers with a line: why the file is unreadable, if it is, and what was passed over in it. One that says
-nothing in time is killed. It ends with its parent.
+The parent sends a line of JSON for each file: the reader, and with it two descriptors, of the file and of a nameless
+one to write to. The child writes the parts there and answers with a line: why the file is unreadable, if it is, and
+what was passed over in it. It ends with its parent, and neither leaves a file behind.
+
+Where a file is broken further on, what comes before is kept: it is the same on every machine. Readers limit their work,
+in pages, bytes or elements, never in time. So a child is killed only if it has hung for minutes; then nothing of its
+file is kept, as where it crashes or needs too much memory, since how far it came may differ.
 """
 
 from __future__ import annotations
@@ -13,23 +17,31 @@ import ctypes
 import errno
 import json
 import os
-import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from ..files import UserError
+from ..progress import say
 from .documents import MACHINE, Note, Part, Unreadable, unheard
 
-SECONDS = 50  # for a file
+HAS_ISOLATION = os.name != "nt"  # which can neither hand over descriptors, nor limit memory
+WAIT_SECONDS = 1.0  # between looks at what a child has written. Waits are counted: a machine that sleeps has none
+MOST_WAITS = 600  # in which it has written nothing
 MEMORY = 2**30  # bytes of address space beyond what the process begins with
 LARGEST_TEXT = 2**30  # bytes of text from a file
+MOST_NOTES = 2**27  # records that are passed over
 HEADER = struct.Struct("<IB")  # bytes of a part's text; 1 if it is learned, 2 if its document ends
+Answer = dict[str, Any]
 
 
 class Child:
@@ -43,37 +55,60 @@ class Child:
             *(entry for entry in sys.path if os.path.realpath(entry or ".") != here),
         ]
         self.is_fresh = True
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mambakit.data.isolated"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True, cwd=sys.prefix,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
+        self.door, inside = socket.socketpair()
+        with inside:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mambakit.data.isolated"], stdin=inside.fileno(), stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True, cwd=sys.prefix,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], file: int, out: int) -> Answer:
         """The answer; a kind of "worn" where the child is of no more use."""
         self.is_fresh = False
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        line = json.dumps(request).encode() + b"\n"
+        answer = b""
+        num_waits, size = 0, 0
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
-            line = self.process.stdout.readline() if ready else None
-        except (OSError, ValueError):  # its pipes are closed
-            line = b""
-        if not line:
-            self.end()
-            return {"kind": "worn", "reason": "takes too long" if line is None else "crashes its reader"}
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            self.door.settimeout(None)
+            sent = socket.send_fds(self.door, [line], [file, out])
+            self.door.sendall(line[sent:])
+            self.door.settimeout(WAIT_SECONDS)
+            while not answer.endswith(b"\n"):
+                try:
+                    block = self.door.recv(2**16)
+                except TimeoutError:
+                    written = os.fstat(out).st_size
+                    num_waits = num_waits + 1 if written == size else 0
+                    size = written
+                    if num_waits < MOST_WAITS:
+                        continue
+                    return {"kind": "worn", "reason": "hangs its reader"}
+                if not block:
+                    return {"kind": "worn", "reason": "crashes its reader"}
+                answer += block
+        except OSError:  # the child is gone
+            return {"kind": "worn", "reason": "crashes its reader"}
+        found: Answer = json.loads(answer)
+        return found
 
     def end(self) -> None:
         self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what could not be sent
-                    pipe.close()
+        self.door.close()
         self.process.wait()
+
+
+@dataclass
+class Readers:
+    """The children that read for one caller, who may stop them all."""
+
+    busy: set[Child] = field(default_factory=set)
+    are_stopped: bool = False
+
+    def stop(self) -> None:
+        self.are_stopped = True
+        for child in list(self.busy):
+            child.process.kill()  # who waits for it ends it
 
 
 _idle: list[Child] = []  # children that wait for a file
@@ -81,24 +116,50 @@ _all: set[Child] = set()
 _stops = 0  # how often all children were ended
 
 
-def read(path: Path, function: str, text_column: str | None, note: Note = unheard) -> Iterator[Part]:
-    """The parts of a file, by a reader such as "pdf.read". All of it is read by the time this returns, elsewhere."""
-    if os.name == "nt":  # which has no select for pipes, nor limits
-        from .reading import call
+def read(
+    file: Path | BinaryIO, function: str, text_column: str | None, note: Note = unheard, readers: Readers | None = None
+) -> Iterator[Part]:
+    """The parts of a file, by a reader such as "pdf.read". All of it is read by the time this returns, elsewhere.
 
-        with path.open("rb") as stream:
-            return iter(list(call(function, stream, text_column, note)))
-    out = tempfile.NamedTemporaryFile()  # noqa: SIM115 - its reader closes it
-    paths = {"path": os.fsencode(os.path.abspath(path)).hex(), "out": os.fsencode(out.name).hex()}
-    return _written(out, _ask({**paths, "function": function, "text_column": text_column}), note)
+    An open file has a descriptor. It is read from its beginning, and then stands at any place.
+    """
+    request = {"function": function, "text_column": text_column}
+    out = tempfile.TemporaryFile()  # noqa: SIM115 - its reader closes it
+    try:
+        stream = file.open("rb") if isinstance(file, Path) else contextlib.nullcontext(file)
+    except OSError as error:
+        return _begun(_written(out, _failure(error), note))
+    with stream as opened:
+        if HAS_ISOLATION:
+            answer = _ask(request, opened.fileno(), out.fileno(), readers or Readers())
+        else:
+            _say_that_nothing_is_isolated()
+            answer = _answer(request, opened, out)
+    return _begun(_written(out, answer, note))
 
 
-def _written(out: IO[bytes], answer: dict[str, Any], note: Note) -> Iterator[Part]:
-    with out:
-        yield from unpack(out)
-    for reason in answer.get("notes", ()):
-        note(reason)
+@cache
+def _say_that_nothing_is_isolated() -> None:
+    say("Windows: files are read in this process, so that one made to crash or hang a parser can stop it")
+
+
+def _begun(parts: Iterator[Part]) -> Iterator[Part]:
+    """So that they close their file even if nobody asks for them."""
+    next(parts)
+    return parts
+
+
+def _written(out: IO[bytes], answer: Answer, note: Note) -> Iterator[Part]:
     kind, reason = answer["kind"], answer.get("reason", "")
+    with out:
+        yield Part("")  # for _begun
+        if kind == "worn":
+            raise Unreadable(reason)
+        out.seek(0)
+        yield from unpack(out)
+    for passed_over, count in answer.get("notes", {}).items():
+        for _ in range(count):
+            note(passed_over)
     if kind == "fault":
         raise OSError(answer["errno"], reason)
     if kind == "user":
@@ -107,7 +168,7 @@ def _written(out: IO[bytes], answer: dict[str, Any], note: Note) -> Iterator[Par
         raise Unreadable(reason)
 
 
-def _ask(request: dict[str, Any]) -> dict[str, Any]:
+def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answer:
     """By a child that is there, or a new one. What is worn by the files before it may fail at the next: so a failure
     counts only in a fresh one."""
     stops = _stops
@@ -117,13 +178,17 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
         except IndexError:
             child = _start()
         was_fresh = child.is_fresh
-        answer = child.ask(request)
+        readers.busy.add(child)
+        try:
+            answer = {"kind": "worn", "reason": "stopped"} if readers.are_stopped else child.ask(request, file, out)
+        finally:
+            readers.busy.discard(child)
         if answer["kind"] != "worn":
             _idle.append(child)
             return answer
         child.end()
         _all.discard(child)
-        if was_fresh or stops != _stops:
+        if was_fresh or readers.are_stopped or stops != _stops:
             return answer
 
 
@@ -158,40 +223,67 @@ def unpack(stream: IO[bytes]) -> Iterator[Part]:
         yield Part(data.decode("utf-8"), bool(flags & 1), bool(flags & 2))
 
 
-def main() -> None:
-    """The child: one answer for each request, until the parent is gone."""
+def _answer(request: dict[str, Any], stream: BinaryIO, out: IO[bytes]) -> Answer:
+    """Read a file, and write its parts."""
     from .reading import call
 
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    notes: Counter[str] = Counter()
+
+    def note(reason: str, place: str = "") -> None:
+        notes[reason] += 1
+        if notes.total() > MOST_NOTES:
+            raise Unreadable("too large")
+
+    answer: Answer = {"kind": None}
+    try:
+        stream.seek(0)
+        out.seek(0)
+        out.truncate()  # of one that did not come to its end
+        size = 0
+        for part in call(request["function"], stream, request["text_column"], note):
+            size += out.write(pack(part))
+            if size > LARGEST_TEXT:
+                raise Unreadable("too large")
+        out.flush()
+    except Unreadable as reason:
+        answer = {"kind": "file", "reason": str(reason)}
+    except UserError as error:
+        answer = {"kind": "user", "reason": str(error)}
+    except MemoryError:
+        answer = {"kind": "worn", "reason": "needs too much memory"}
+    except OSError as error:
+        answer = _failure(error)
+    except Exception as error:
+        answer = {"kind": "file", "reason": f"breaks its reader: {type(error).__name__}"}
+    return {**answer, "notes": notes}
+
+
+def _failure(error: OSError) -> Answer:
+    if error.errno in MACHINE:
+        return {"kind": "fault", "reason": str(error.strerror), "errno": error.errno or errno.EIO}
+    return {"kind": "file", "reason": f"cannot be read: {error.strerror}"}
+
+
+def main() -> None:
+    """The child: one answer for each request, until the parent is gone."""
+    from . import reading  # noqa: F401 - before memory is limited
+
     _end_with_parent()
     _limit_memory()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        answer: dict[str, Any] = {"kind": None, "notes": []}
-        try:
-            path, written = (os.fsdecode(bytes.fromhex(request[name])) for name in ("path", "out"))
-            with open(path, "rb") as stream, open(written, "wb") as out:
-                size = 0
-                for part in call(request["function"], stream, request["text_column"], answer["notes"].append):
-                    size += out.write(pack(part))
-                    if size > LARGEST_TEXT:
-                        raise Unreadable("too large")
-        except Unreadable as reason:
-            answer |= {"kind": "file", "reason": str(reason)}
-        except UserError as error:
-            answer |= {"kind": "user", "reason": str(error)}
-        except MemoryError:
-            answer |= {"kind": "worn", "reason": "needs too much memory"}
-        except OSError as error:
-            if error.errno in MACHINE:
-                answer |= {"kind": "fault", "reason": str(error.strerror), "errno": error.errno or errno.EIO}
-            else:
-                answer |= {"kind": "file", "reason": f"cannot be read: {error.strerror}"}
-        except Exception as error:
-            answer |= {"kind": "file", "reason": f"breaks its reader: {type(error).__name__}"}
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+    with socket.socket(fileno=os.dup(0)) as door:
+        while (received := _receive(door)) is not None:
+            line, (file, out) = received
+            with open(file, "rb") as stream, open(out, "wb") as written:
+                answer = _answer(json.loads(line), stream, written)
+            door.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _receive(door: socket.socket) -> tuple[bytes, Sequence[int]] | None:
+    line, descriptors, _, _ = socket.recv_fds(door, 2**16, 2)
+    while line and not line.endswith(b"\n"):
+        block = door.recv(2**16)
+        line = line + block if block else b""
+    return (line, descriptors) if line else None
 
 
 def _end_with_parent() -> None:

@@ -100,18 +100,21 @@ class Reading:
     ) -> Iterator[tuple[Unit, Iterator[Part]]]:
         """The parts of each file in order; those that other processes read are read ahead, several at a time."""
         waiting: deque[tuple[Unit, Future[Iterator[Part]] | None]] = deque()
+        readers = isolated.Readers()
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="read") as pool:
             try:
                 for file in files:
                     chosen = self._isolated_format(file)
-                    ahead = pool.submit(isolated.read, file.path, chosen, self.text_column, note) if chosen else None
+                    ahead = None
+                    if chosen:
+                        ahead = pool.submit(isolated.read, file.path, chosen, self.text_column, note, readers)
                     waiting.append((file, ahead))
                     if len(waiting) > 2 * workers:
                         yield self._next(waiting, note)
                 while waiting:
                     yield self._next(waiting, note)
             except BaseException:
-                isolated.stop()  # what they are at is of no more use
+                readers.stop()  # what they are at is of no more use
                 raise
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -208,11 +211,11 @@ class Reading:
         if chosen is None or not chosen.is_isolated:
             yield from self._read(stream, Path(name), name, note)
             return
-        with tempfile.NamedTemporaryFile(suffix=PurePosixPath(name).suffix) as copy:  # another process opens it
+        with tempfile.TemporaryFile() as copy:  # which has a descriptor for another process
             while block := stream.read(2**20):
                 copy.write(block)
             copy.flush()
-            found = isolated.read(Path(copy.name), chosen.function, self.text_column, note)
+            found = isolated.read(copy, chosen.function, self.text_column, note)
             yield from self._or_as_it_stands(found, stream, chosen)
 
 

@@ -360,7 +360,7 @@ def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
         columns = _columns(file.schema_arrow.names, text_column)
         for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
             yield from _batch(batch)
-    except Unreadable:
+    except (Unreadable, MemoryError):
         raise
     except Exception:  # pyarrow raises many kinds, OSError among them
         raise Unreadable("broken Parquet") from None
@@ -392,7 +392,7 @@ def _arrow(stream: BinaryIO) -> Records:
             batch.validate(full=True)  # else offsets that lead elsewhere are followed
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _batch(batch.slice(start, BATCH_ROWS))
-    except Unreadable:
+    except (Unreadable, MemoryError):
         raise
     except Exception:
         raise Unreadable("broken Arrow") from None
