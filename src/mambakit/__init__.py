@@ -1,8 +1,9 @@
 """mambakit trains Mamba language models.
 
-`mambakit.prepare` makes shards of text, and `mambakit.train` a model of shards or text; `mambakit --help` has the same
-for a shell. `mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a folder
-with one, and `mambakit.ops` has the operators they are made of.
+`mambakit.prepare` makes shards of text, and `mambakit.train` a model of shards or text (`training_steps` step by step);
+`evaluate`, `report`, `convert` and `save` are what the commands of these names are: `mambakit --help`.
+`mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a run or a folder with one,
+and `mambakit.ops` has the operators they are made of.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from .checkpoint import convert, load, save
     from .config import ConfigError, ModelConfig, RunConfig
     from .data.prepare import documents, prepare
+    from .evaluation import evaluate
     from .model import MambaLM, State
+    from .reporting import report
     from .training import train, training_steps
 
 __version__ = "0.1.0"
@@ -29,9 +32,11 @@ __all__ = [
     "__version__",
     "convert",
     "documents",
+    "evaluate",
     "load",
     "ops",
     "prepare",
+    "report",
     "save",
     "train",
     "training_steps",
@@ -46,8 +51,10 @@ _HOMES = {
     "State": "model",
     "convert": "checkpoint",
     "documents": "data.prepare",
+    "evaluate": "evaluation",
     "load": "checkpoint",
     "prepare": "data.prepare",
+    "report": "reporting",
     "save": "checkpoint",
     "train": "training",
     "training_steps": "training",

@@ -86,7 +86,7 @@ def _value(text: str, annotation: Any) -> Any:
 
 if TYPE_CHECKING:
     from .bench import Part
-    from .evaluate import Evaluation
+    from .evaluation import Evaluation
 
     SettingsFlags = Mapping[str, Mapping[str, Any]]
 else:
@@ -279,22 +279,16 @@ def evaluate(
       mambakit evaluate run --data shards --baseline gzip --samples 2
       mambakit evaluate run --data letters/ --window 512 --json
     """
-    from .checkpoint import native
-    from .evaluate import evaluate as run
-    from .evaluate import keep_in_run
+    from .evaluation import evaluate as run
 
     found = run(
-        native.find(checkpoint), _flat(data), split=split, window=window, baselines=_flat(baseline), samples=samples,
+        checkpoint, _flat(data), split=split, window=window, baselines=_flat(baseline), samples=samples,
         max_tokens=max_tokens, batch_rows=batch_rows, device=device,
     )  # fmt: skip
     if json:
         _print_json(found.to_json())
     else:
         _print_evaluation(found)
-    try:
-        keep_in_run(checkpoint, found)
-    except OSError as error:
-        say(f"the evaluation could not be noted in {checkpoint}: {error.strerror}")
     return 0
 
 
@@ -412,13 +406,9 @@ def report(
       mambakit report run tuned --out both.html
     """
     from .progress import for_stdout
-    from .report import write_report
+    from .reporting import report as draw
 
-    if not run:
-        raise UserError("there is nothing to draw; name a run folder, as made by mambakit train --out RUN")
-    target = out if out is not None else run[0] / "report.html"
-    write_report(run, target)
-    _print(for_stdout(f"written to {target}"))
+    _print(for_stdout(f"written to {draw(run, out)}"))
     return 0
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mambakit.checkpoint import native
 from mambakit.cli import main
-from mambakit.evaluate import Score
+from mambakit.evaluation import Score
 from mambakit.files import RunError
 from mambakit.training import loop as loop_module
 from mambakit.training.run import train

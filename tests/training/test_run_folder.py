@@ -25,7 +25,7 @@ import mambakit
 from mambakit.checkpoint import CheckpointError, native
 from mambakit.config import ConfigError
 from mambakit.data.prepare import prepare
-from mambakit.evaluate import Score
+from mambakit.evaluation import Score
 from mambakit.files import NoSpaceError, UserError, lock
 from mambakit.training import loop as loop_module
 from mambakit.training.run import train

@@ -23,7 +23,7 @@ from ..config import RunConfig
 from ..data.lanes import Range, lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
-from ..evaluate import score
+from ..evaluation import score
 from ..files import RunError, UserError, replace_json
 from ..generate import generate_text
 from ..measure import Moment, Numbers

@@ -16,9 +16,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mambakit import MambaLM, ModelConfig, report
+from mambakit import MambaLM, ModelConfig
+from mambakit import reporting as report
 from mambakit.files import UserError
-from mambakit.report import DRAWN_POINTS, Curve, RunRecord, read_run, render, smooth, thin, write_report
+from mambakit.reporting import DRAWN_POINTS, Curve, RunRecord, read_run, render, smooth, thin, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=\"x\" onerror='alert(2)'>&amp;"
 CONFIG = {"model": {"kind": "mamba2", "d_model": 64}, "optim": {"lr": 3e-4, "betas": [0.9, 0.95]}}
@@ -490,7 +491,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
 
 def test_reports_need_no_torch() -> None:
-    code = "import sys, mambakit.report; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, mambakit.reporting; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

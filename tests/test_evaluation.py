@@ -22,7 +22,7 @@ from mambakit import MambaLM, load
 from mambakit.checkpoint import huggingface
 from mambakit.data.prepare import documents, prepare
 from mambakit.data.tokenize import bytes_tokenizer, train_tokenizer
-from mambakit.evaluate import SAMPLE_ROWS, evaluate
+from mambakit.evaluation import SAMPLE_ROWS, evaluate
 from mambakit.files import UserError
 
 
@@ -75,7 +75,7 @@ def test_the_figures_are_those_of_each_document_alone(
 ) -> None:
     import mambakit
 
-    monkeypatch.setattr("mambakit.evaluate.LENGTH", 16)  # documents go on over several batches
+    monkeypatch.setattr("mambakit.evaluation.LENGTH", 16)  # documents go on over several batches
 
     loaded = mambakit.load(model)
     assert loaded.tokenizer is not None
@@ -487,8 +487,8 @@ def test_samples_are_as_many_as_documents_and_begin_with_whole_characters(odd: P
 
 
 def test_an_evaluation_is_kept_after_one_that_was_cut_short(odd: Path, tmp_path: Path) -> None:
-    from mambakit.evaluate import keep_in_run
-    from mambakit.report import read_run
+    from mambakit.evaluation import keep_in_run
+    from mambakit.reporting import read_run
 
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{}")

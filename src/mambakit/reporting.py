@@ -75,10 +75,18 @@ class RunRecord:
         return found
 
 
+def report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Draw one run, or several together, as a page: `out`, or report.html in the first of them. Returns where it is."""
+    folders = [Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
+    if not folders:
+        raise UserError("there is nothing to draw; name a run folder, as made by mambakit train --out RUN")
+    target = Path(out) if out is not None else folders[0] / "report.html"
+    write_report(folders, target)
+    return target
+
+
 def write_report(runs: Sequence[Path], out: Path) -> None:
     """Read the run folders and write the report to `out`, whole or not at all."""
-    if not runs:
-        raise UserError("no run folder was given; name at least one, as made by mambakit train --out")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file for the report, such as {out / 'report.html'}")
     records = [read_run(folder) for folder in runs]

@@ -42,7 +42,7 @@ from .device import autocast, choose_device, choose_dtype
 from .files import UserError
 from .generate import generate_text, whole_texts
 from .model import MambaLM, State
-from .progress import progress
+from .progress import progress, say
 
 ROWS, LENGTH = 8, 1024  # of a batch
 BASELINE_CONTEXT = 2048  # of a foreign model that does not say its own
@@ -132,7 +132,7 @@ class Evaluation:
 
 def evaluate(
     model: str | Path,
-    data: Sequence[str | Path],
+    data: str | Path | Sequence[str | Path],
     *,
     split: str = "val",
     window: int | None = None,
@@ -143,7 +143,8 @@ def evaluate(
     device: str = "auto",
     precision: str = "auto",
 ) -> Evaluation:
-    """Evaluate a model folder on a split of a shard folder, or on all of some text files and folders.
+    """Evaluate a model folder, or the best checkpoint of a run, on a split of a shard folder, or on all of some text
+    files and folders. That of a run is noted there, for its report.
 
     `window` adds a line with documents cut to that many tokens of context. A baseline is `gzip`, a model folder, or a
     Hugging Face name; each sees the same bytes.
@@ -154,23 +155,29 @@ def evaluate(
     place = choose_device(device)
     dtype = choose_dtype(precision, place)
     opened = [_open_baseline(name) for name in baselines]
-    loaded = load(model)
+    folder = native.find(Path(model)) if Path(model).is_dir() else Path(model)
+    loaded = load(folder)
     if loaded.tokenizer is None:
-        raise CheckpointError(f"{model} has no tokenizer.json; text cannot be evaluated without one")
+        raise CheckpointError(f"{folder} has no tokenizer.json; text cannot be evaluated without one")
     tokenizer = whole_texts(loaded.tokenizer)
     network = loaded.model.to(place)
     with ExitStack() as stack:
-        text = _open_text(data, split, tokenizer, model, stack, max_tokens)
-        _check_ids(str(model), text.stream, network.config.padded_vocab_size)
+        text = _open_text(data, split, tokenizer, folder, stack, max_tokens)
+        _check_ids(str(folder), text.stream, network.config.padded_vocab_size)
         texts = [_in_tokens_of(baseline, text, stack) for baseline in opened]
         results = [
-            _evaluate_ours(str(model), network, text, dtype, batch_rows, cut)
+            _evaluate_ours(str(folder), network, text, dtype, batch_rows, cut)
             for cut in ([None] if window is None else [None, window])
         ]
         for baseline, same_text in zip(opened, texts, strict=True):
             results.append(_evaluate_baseline(baseline, same_text, place, dtype, batch_rows, window))
         written = _samples(network, text, loaded.end_tokens, samples)
-    return Evaluation(str(model), [str(path) for path in data], split, results, written)
+    found = Evaluation(str(folder), [str(path) for path in data], split, results, written)
+    try:
+        keep_in_run(Path(model), found)
+    except OSError as error:
+        say(f"the evaluation could not be noted in {model}: {error.strerror}")
+    return found
 
 
 def _check_arguments(
