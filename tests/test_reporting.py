@@ -443,8 +443,8 @@ def test_wrong_arguments_are_refused_with_advice(tmp_path: Path) -> None:
     folder = _write(tmp_path / "run", [_train(1)])
     with pytest.raises(ValueError, match="nothing is not a folder; give a run folder"):
         read_run(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="no run folder was given; name at least one"):
-        write_report([], tmp_path / "report.html")
+    with pytest.raises(ValueError, match="there is nothing to draw; name a run folder"):
+        report.report([])
     with pytest.raises(ValueError, match="run is a folder; name a file for the report, such as .*report.html"):
         write_report([folder], folder)
     with pytest.raises(UserError, match="config.json/report.html cannot be written: .*; name another place with --out"):
