@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import shutil
@@ -91,6 +92,30 @@ def test_boundaries_at_and_inside_chunks(lengths: list[int]) -> None:
     arguments = cases.ssd(1, 30) | {"doc_ids": ids_of(lengths)[None]}
     actual = with_gradients(lambda **a: ops.ssd(chunk_size=10, **a), arguments)
     assert_same(actual, with_gradients(recurrences.ssd, arguments), 1e-10)
+
+
+def test_a_chunk_size_is_taken_where_plain_torch_serves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def noted(*arguments: Any, chunk: int, **options: Any) -> Any:
+        taken.append(chunk)
+        return ssd_chunked(*arguments, chunk=chunk, **options)
+
+    monkeypatch.setattr(importlib.import_module("mambakit.ops.ssd"), "ssd_chunked", noted)
+    monkeypatch.setattr("mambakit.ops.dispatch.choose", lambda *a, **k: "torch")
+    for given in (10, None):
+        ops.ssd(chunk_size=given, **cases.ssd(1, 30))
+    assert taken == [10, 64]
+
+
+@pytest.mark.gpu
+def test_a_gpu_kernel_says_that_it_has_chunks_of_its_own() -> None:
+    arguments = {name: value.cuda() for name, value in cases.to(cases.ssd(2, 100), torch.float32).items()}
+    with ops.backend("triton"), pytest.raises(ValueError, match="chunks of its own size, and chunk_size=16 was given"):
+        ops.ssd(chunk_size=16, **arguments)
+    y, state = ops.ssd(chunk_size=16, **arguments)
+    expected, expected_state = ops.ssd(**arguments)
+    assert torch.allclose(y, expected, atol=1e-3) and torch.allclose(state, expected_state, atol=1e-3)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 500])
