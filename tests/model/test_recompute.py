@@ -200,14 +200,16 @@ def test_on_a_gpu_less_memory_is_kept() -> None:
     model = small_model("mamba1", d_model=256, num_layers=6, state_size=16).cuda()
     tokens = torch.randint(0, 50, (4, 2049), device="cuda")
     peaks, grads = {}, {}
-    for recompute in ("none", "light", "mixer", "block"):
+    for recompute in ("none", "none", "light", "mixer", "block"):  # the first one also takes cuBLAS's workspace
         model.backbone.recompute = recompute  # type: ignore[assignment]
+        grads.pop(recompute, None)
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", torch.bfloat16):
             output = model(tokens[:, :-1], targets=tokens[:, 1:])
         assert output.loss_sum is not None
         grads[recompute] = torch.autograd.grad(output.loss_sum, list(model.parameters()))
-        peaks[recompute] = torch.cuda.max_memory_allocated()
+        peaks[recompute] = torch.cuda.max_memory_allocated() - before
     assert peaks["block"] < peaks["mixer"] < 0.8 * peaks["light"] < 0.8 * 0.9 * peaks["none"]
     for recompute in ("light", "mixer"):  # the norm's sum is made in another order
         for mine, theirs in zip(grads[recompute], grads["none"], strict=True):
