@@ -29,6 +29,9 @@ WIDEST_AT_HIGH_RATE = 256  # d_model up to which a short run's learning rate is 
 
 # The share of the matrix rate that a training step comes to, for want of a measurement.
 USUAL_MFU = {"cpu": 0.5, "cuda": 0.35}
+# Of a micro-batch, however small: launches, and the host. And before the first step: compiling.
+LEAST_SECONDS = {"cuda": 3e-3}
+STARTING_SECONDS = {"cpu": 2.0, "cuda": 15.0}
 # Bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
 KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}
 STATE_BYTES = 16  # of a parameter: weight, gradient, AdamW's two averages
@@ -137,11 +140,13 @@ def cost(
 ) -> Cost:
     """The cost of so many steps, on a device that multiplies matrices at this rate."""
     tokens = steps * config.batch_rows * config.data.sequence_length
+    passes = steps * -(-config.batch_rows // config.micro_batch_rows)
+    computing = tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU.get(device.type, 0.3)
     return Cost(
         steps,
         tokens,
         steps * config.batch_rows / epoch_rows if epoch_rows else None,
-        tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU.get(device.type, 0.3),
+        STARTING_SECONDS.get(device.type, 5.0) + max(computing, passes * LEAST_SECONDS.get(device.type, 0.0)),
         _memory_bytes(config, device, dtype),
     )
 
