@@ -31,7 +31,7 @@ from ..progress import progress, say
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter
 from .documents import Part, Unreadable
-from .reading import Own, Reading, check_readers
+from .reading import Own, Reading, check_readers, named
 from .separators import KEPT, check_separator, cut
 from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
 from .sources import Skipped, list_files
@@ -115,6 +115,7 @@ class _Options:
     layout: str | None
     separator: str | None
     reading: Reading
+    readers: Mapping[str, str]  # what tells a person's own from others, by suffix
     cleaning: Cleaning
     shard_tokens: int
     leave_out: Path | None
@@ -144,12 +145,15 @@ class _Options:
         return cls(
             [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or _num_cores(),
             strict, layout, check_separator(separator), Reading(readers or {}, text_column),
+            {suffix: named(reader) for suffix, reader in (readers or {}).items()},
             Cleaning(min_characters, copies, filters or {}), shard_tokens, leave_out,
         )  # fmt: skip
 
     def settings(self, tokenizer: str = "", layout: str = "") -> Settings:
         assert self.val_fraction is not None  # a share was given, or has been chosen
-        return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning, self.cut_at)
+        return Settings(
+            __version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning, self.cut_at, self.readers
+        )
 
     @property
     def cut_at(self) -> str | None:
