@@ -456,7 +456,10 @@ def _summary(source: Source, found: Merged, settings: Settings) -> dict[str, Any
         by_block = any(source.by_block(file, settings.reading, settings.val_fraction) for file in source.files)
     passed_over = [[_within(skipped.path, source.name), skipped.reason] for skipped in source.skipped]
     passed_over += found.skipped + found.inside
+    first = source.files[0]
+    commit = first.commit if isinstance(first, datasets.Slice) else None
     return {
+        **({"commit": commit} if commit else {}),
         "files": sum(found.kinds.values()),
         "bytes": source.num_bytes,
         "kinds": dict(sorted(found.kinds.items())),
@@ -512,6 +515,7 @@ def prepare_once(
 ) -> Path:  # fmt: skip
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
+    sources = [datasets.pinned(source) for source in sources]
     known = [__version__, shards.VERSION, tokenizer, val_fraction, text_column]
     if check_separator(separator) not in (None, KEPT):
         known.append(separator)
