@@ -135,6 +135,10 @@ class _Options:
             raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
         if not sources or not all(map(str, sources)):
             raise UserError("no source was given; name at least one file or folder of text")
+        if not str(out):
+            raise UserError("out is empty; name the folder of shards to make")
+        if text_column is not None and not text_column:
+            raise UserError("text_column is empty; name a column, or leave it out, and it is found")
         if workers is not None and workers < 1:
             raise UserError(f"workers={workers}: need at least 1")
         if already := [source for source in sources if shards.is_shards(Path(source))]:
@@ -252,7 +256,8 @@ def write_index(
     """Complete a folder whose shards are written: the tokenizer, which was named so, and the index."""
     (folder / shards.TOKENIZER).write_bytes(tokenizer.to_str(pretty=True).encode())
     index = Index(
-        format="mambakit-shards", version=1, layout=layout.name, tokenizer=named,
+        format="mambakit-shards", version=1, layout=layout.name,
+        tokenizer=named.encode(errors="backslashreplace").decode(),  # a path may have bytes that are no text
         tokenizer_sha256=checksum(folder / shards.TOKENIZER), vocab_size=vocab_size(tokenizer),
         end_token=end_of(tokenizer), counts=counts, shards=written, sources=sources,
     )  # fmt: skip
@@ -372,7 +377,7 @@ def _tokenizer(options: _Options, cut: Sequence[Task], work: Path) -> Tokenizer:
     digest = hashlib.sha256("".join(task.key(settings) for task in cut).encode()).hexdigest()[:32]
     kept = work / f"tokenizer-{digest}.json"
     if kept.is_file():
-        return Tokenizer.from_file(str(kept))
+        return Tokenizer.from_buffer(kept.read_bytes())
     learned = open_tokenizer(options.tokenizer, _sample(cut, settings))
     _keep(kept, learned.to_str().encode())
     return learned

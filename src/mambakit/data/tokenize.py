@@ -46,7 +46,7 @@ def open_tokenizer(spec: str, text: Iterable[str] = ()) -> Tokenizer:
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_hub(spec)
+        tokenizer = Tokenizer.from_buffer(path.read_bytes()) if path.is_file() else _from_hub(spec)
     except UserError:
         raise
     except Exception as error:  # the library raises plain Exception
@@ -60,6 +60,10 @@ def open_tokenizer(spec: str, text: Iterable[str] = ()) -> Tokenizer:
 
 def check_spec(spec: str) -> None:
     """Raise at once for a spec that cannot work, before any text is read."""
+    if not spec:
+        raise TokenizerError(
+            "the tokenizer is empty; give bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB"
+        )
     if spec.startswith("train:"):
         vocabulary_of(spec)
     elif spec != "bytes" and (spec.endswith(".json") or spec.startswith((".", "/"))) and not Path(spec).exists():
