@@ -100,7 +100,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to com
 def prepare(
     source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents, and datasets (hf:NAME)")],
     /,
-    out: Annotated[Path, arg(metavar="DIR", help="the folder of shards to make")],
+    out: Annotated[str, arg(metavar="DIR", help="the folder of shards to make")],
     tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
     val_fraction: Annotated[float | None, arg(metavar="FLOAT", help="share held out for validation: of the documents, or of blocks of them where they are few; 0.02 unless set, and up to 0.1 where that is less than 128 KiB", help_behavior_hint="")] = None,
     workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
@@ -129,9 +129,11 @@ def prepare(
     from .data.prepare import prepare as run
     from .data.prepare import prepare_part
 
+    if not out:
+        raise UserError("--out is empty; name the folder of shards to make")
     options: dict[str, Any] = {
         "tokenizer": tokenizer, "val_fraction": val_fraction, "workers": workers, "strict": strict, "layout": layout,
-        "text_column": text_column.replace("\\n", "\n") if text_column else None, "separator": separator,
+        "text_column": text_column if text_column is None else text_column.replace("\\n", "\n"), "separator": separator,
         "min_characters": min_characters, "copies": copies,
     }  # fmt: skip
     if task is not None:
@@ -143,16 +145,16 @@ def prepare(
         from .data.cluster import slurm_script
 
         script = Path(f"{out}.sbatch.sh")
-        script.write_text(slurm_script(source, out, _as_flags(options), sbatch), encoding="utf-8")
+        script.write_bytes(os.fsencode(slurm_script(source, Path(out), _as_flags(options), sbatch)))
         _print(f"bash {script}")
         return 0
     if ray is not None:
         from .data.cluster import on_ray
 
-        on_ray(ray, source, out, options)
+        on_ray(ray, source, Path(out), options)
     index = run(source, out, **options)
     if json:
-        _print_json({"out": str(out), **index.model_dump()})
+        _print_json({"out": out, **index.model_dump()})
     else:
         for split, counts in index.counts.items():
             ratio = f", {counts.bytes / counts.tokens:.2f} bytes per token" if counts.tokens else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +214,32 @@ def test_tokens_that_megatrons_index_does_not_speak_of(data: bytes, tmp_path: Pa
     (tmp_path / "a.bin").write_bytes(data)
     with pytest.raises(UserError, match=f"speaks of {len(_ids())} tokens, but .*a.bin has {len(data)} bytes"):
         adopt([tmp_path / "a.bin"], "bytes")
+
+
+_CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from mambakit.data import foreign
+from mambakit.data.shards import LAYOUTS
+foreign.BLOCK = 4096
+file = foreign._open(Path(sys.argv[1]), "uint16", 257)
+blocks = file.packed(LAYOUTS["packed32"], 256)
+next(blocks)
+os.truncate(sys.argv[1], 4096)
+try:
+    list(blocks)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows changes no file that is open")
+def test_a_file_that_becomes_shorter_while_it_is_taken_over_is_an_error(tmp_path: Path) -> None:
+    """In a process of its own, which a signal may end."""
+    np.full(100_000, 7, "<u2").tofile(tmp_path / "train.bin")
+    command = [sys.executable, "-c", _CUT_SHORT, str(tmp_path / "train.bin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"ShardError {tmp_path / 'train.bin'} has become shorter while it was read\n",
+    )

@@ -282,6 +282,10 @@ def test_what_was_passed_over_inside_archives_is_said(tmp_path: Path, capsys: py
         ({".hidden": "x"}, {}, "holds no text: it is empty"),
         ({"a": b"\0\1", "b": "", "c": b"\xef\xbb\xbf"}, {}, "holds no text: it has 1 binary, 2 empty"),
         ({"a": "x"}, {"tokenizer": "train:3"}, "tokenizer 'train:3': need train:VOCAB"),
+        ({"a": "x"}, {"tokenizer": ""}, "the tokenizer is empty"),
+        ({"a": "x"}, {"out": ""}, "out is empty; name the folder"),
+        ({"a": "x"}, {"text_column": ""}, "text_column is empty"),
+        ({"a": "x"}, {"separator": ""}, "the separator is empty"),
         ({"a": "x"}, {"tokenizer": "missing.json"}, "the tokenizer missing.json does not exist"),
         ({"a": "x"}, {"val_fraction": 1.0}, "val_fraction=1.0: need a share from 0"),
         ({"a": "x"}, {"val_fraction": float("nan")}, "val_fraction=nan"),
@@ -337,6 +341,34 @@ def test_strange_names_are_prepared(tmp_path: Path) -> None:
     prepare([source], out, tokenizer="bytes", val_fraction=0)
     assert _documents(out, "train") == ["first", "second"]
     assert sorted(os.listdir(tmp_path)) == sorted([source.name, out.name])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that only Linux allows")
+def test_the_command_takes_names_that_are_no_text(tmp_path: Path) -> None:
+    """In processes of their own, which get the bytes as a shell would give them."""
+    for number in range(3):
+        path = os.fsencode(tmp_path) + b"/t\xe9xts/%d\xff.txt" % number
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write(f"A text, number {number}.\n</s>\n" * 100)
+    with open(os.fsencode(tmp_path) + b"/t\xe9xts/\xfe.bin", "wb") as file:
+        file.write(b"\0\1")
+
+    def run(*words: str | bytes) -> str:
+        command = [sys.executable, "-m", "mambakit", "prepare", b"t\xe9xts", *words]
+        done = subprocess.run(command, capture_output=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        return done.stdout.decode()
+
+    run("--out", b"\xe91", "--tokenizer", "train:300", "--task", "0/1")  # leaves a tokenizer that is found again
+    run("--out", b"\xe91", "--tokenizer", "train:300")
+    index = json.loads(run("--out", b"\xe92", "--tokenizer", b"\xe91/tokenizer.json", "--json"))
+    first, second = (read_index(tmp_path / os.fsdecode(name)) for name in (b"\xe91", b"\xe92"))
+    assert first.shards == second.shards and index["tokenizer"] == second.tokenizer == r"\udce91/tokenizer.json"
+    assert list(verify(tmp_path / os.fsdecode(b"\xe92"))) == []
+    run("--out", b"\xe93", "--sbatch", "2")
+    script = (tmp_path / os.fsdecode(b"\xe93.sbatch.sh")).read_bytes()
+    assert b"/t\xe9xts" in script and b"/\xe93" in script
 
 
 _HUGE = """

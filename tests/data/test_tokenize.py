@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mambakit.data.tokenize import (
     END_OF_TEXT,
     Encoder,
     TokenizerError,
+    _in_words,
     bytes_tokenizer,
     check_spec,
     encode_all,
@@ -249,3 +252,55 @@ def test_a_name_that_cannot_be_fetched_says_why(monkeypatch: pytest.MonkeyPatch)
 def test_the_same_tokenizer_is_known_however_it_is_written(learned: Tokenizer) -> None:
     assert same_tokenizer(learned.to_str(pretty=True), learned.to_str())
     assert not same_tokenizer(learned.to_str(), bytes_tokenizer().to_str())
+
+
+def _bare(text: list[str], vocabulary: int) -> str:
+    """What the library alone learns."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False,
+        max_token_length=64,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(text, trainer)
+    return tokenizer.to_str()
+
+
+def test_words_of_usual_length_are_learned_whole() -> None:
+    text = [
+        *WORDS,
+        TEXT * 20,
+        "x" * 256 + " " + "-" * 256 + "1" * 256 + "\n" * 256 + "y",
+        "a1-" * 2000 + "你好，" * 900,
+    ]
+    assert train_tokenizer(text, 700).to_str() == _bare(text, 700)
+
+
+@pytest.mark.parametrize("kind", ["DNA", "Chinese", "spaces", "signs"])
+def test_text_without_spaces_is_learned_from_in_time(kind: str) -> None:
+    """The library's time grows with the square of a word's length: this text took it over half a minute."""
+    random = np.random.default_rng(0)
+    letters = {"DNA": "ACGT", "Chinese": "".join(map(chr, range(0x4E00, 0x5000))), "spaces": " \t\n", "signs": "+-*/=_"}
+    text = "".join(random.choice(list(letters[kind]), 400_000))
+    assert list("".join(_in_words(text))) == list(text)
+    begin = time.monotonic()
+    tokenizer = train_tokenizer([text[:200_000], text[200_000:]], 8192)
+    assert time.monotonic() - begin < 20
+    assert vocab_size(tokenizer) > 4000 or kind == "spaces"
+    assert len(tokenizer.encode(text).ids) < 0.7 * len(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+_LEARNS = """
+import sys, time
+from mambakit.data import tokenize
+tokenize.SECONDS_BETWEEN_LINES = 0.01
+tokenize.train_tokenizer([f"word{i % 7}thing{i}" for i in range(60_000)], 9000)
+"""
+
+
+def test_learning_says_that_it_goes_on() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEARNS], capture_output=True, text=True, timeout=120, check=True)
+    assert "learning the tokenizer: computing merges for" in done.stderr

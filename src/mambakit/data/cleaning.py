@@ -7,6 +7,7 @@ Exact copies have the same text; near ones share most runs of five words, as Min
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ class Cleaning:
         if self.min_characters < 0:
             raise UserError(f"min_characters={self.min_characters}: need a number of at least 0")
 
-    @property
+    @functools.cached_property  # a filter that cannot be told from others has a new name each time
     def known(self) -> list[Any]:
         """What the outcome depends on."""
         return [self.min_characters, self.copies, {name: named(keeps) for name, keeps in sorted(self.filters.items())}]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..files import UserError
 from ..progress import say
-from .datasets import absolute
+from .datasets import absolute, pinned
 from .prepare import prepare_part
 
 
@@ -25,7 +25,8 @@ def slurm_script(sources: Sequence[str], out: Path, flags: Sequence[str], parts:
         raise UserError(f"--sbatch {parts}: need a number of parts of at least 1")
     script = Path(sys.executable).with_name("mambakit")  # -m would look for modules where the job is submitted
     program = [str(script)] if script.is_file() else [sys.executable, "-m", "mambakit"]
-    command = shlex.join([*program, "prepare", *map(absolute, sources), "--out", os.path.abspath(out), *flags])
+    named = [_pinned(absolute(source)) for source in sources]
+    command = shlex.join([*program, "prepare", *named, "--out", os.path.abspath(out), *flags])
     part = f"{command} --task $SLURM_ARRAY_TASK_ID/{parts}"
     return f"""#!/bin/bash
 # Submits {parts} parts of the work, and after them what puts them together. Options for sbatch, such as a partition,
@@ -34,6 +35,15 @@ set -euo pipefail
 parts=$(sbatch --parsable --job-name=mambakit-prepare --array=0-{parts - 1} "$@" --wrap {shlex.quote(part)})
 sbatch --job-name=mambakit-merge --dependency=afterok:"$parts" "$@" --wrap {shlex.quote(command)}
 """
+
+
+def _pinned(source: str) -> str:
+    """A dataset of the hub at the commit that it is at now, so that all machines read the same."""
+    try:
+        return pinned(source)
+    except UserError as error:
+        say(f"{error}; each machine will look for it by itself")
+        return source
 
 
 def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, Any], parts: int | None = None) -> None:
@@ -49,7 +59,7 @@ def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, A
         raise UserError(f"--ray {address}: {str(error).splitlines()[0]}") from None
     try:
         count = parts or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        named = [absolute(source) for source in sources]
+        named = [_pinned(absolute(source)) for source in sources]
         say(f"{count} parts on {len(ray.nodes())} machines")
         part = ray.remote(num_cpus=1, max_retries=8)(prepare_part)
         ray.get([part.remote(number, count, named, os.path.abspath(out), **options) for number in range(count)])

@@ -1,12 +1,15 @@
-"""Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT]`, or a folder that `save_to_disk` wrote, with or without `hf:`.
+"""Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT][#REVISION]`, or a folder that `save_to_disk` wrote, with or without
+`hf:`.
 
 A dataset is read in slices, one after the other and without holding it: runs of rows of a folder, or the files of a
-dataset of the hub, which is streamed. Only rows are taken from it; no code that comes with it runs.
+dataset of the hub, which is streamed. The commit of a dataset of the hub is found out once, and all slices are read at
+that commit, however its branch moves on. Only rows are taken from it; no code that comes with it runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -18,18 +21,22 @@ from ..files import UserError, read_json
 
 SLICE_ROWS = 2**16
 GUESSED_BYTES = 2**26  # of a slice whose size is not known before it is read
-FORM = re.compile(r"hf:(?P<name>[\w./-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+FORM = re.compile(
+    r"(?P<spec>hf:(?P<name>[\w./-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?)(#(?P<revision>[\w./-]+))?"
+)
+SECONDS = 30.0  # to wait for the hub to name a commit
 
 
 @dataclass(frozen=True)
 class Slice:
     """Some rows of a dataset."""
 
-    spec: str
+    spec: str  # without a revision, so that documents keep their side of the split in the next one
     number: int
     count: int  # slices of the dataset
     size: int  # bytes, or a guess
     stamp: str  # which changes when the rows do
+    commit: str | None = None  # of a dataset of the hub
 
     @property
     def name(self) -> str:
@@ -59,14 +66,57 @@ def _is_saved(folder: Path) -> bool:
 
 def slices(source: str) -> list[Slice]:
     """All slices of a dataset, in order."""
-    dataset = _open(source)
     if _is_streamed(source):
+        spec, commit = _commit(source)
+        dataset = _open(spec, commit)
         count = max(1, int(getattr(dataset, "num_shards", 1)))
         stamp = str(getattr(dataset.info, "version", "")) + str(getattr(dataset.info, "download_checksums", ""))
-        return [Slice(source, number, count, GUESSED_BYTES, stamp) for number in range(count)]
+        stamp += commit or _files_of(source)
+        return [Slice(spec, number, count, GUESSED_BYTES, stamp, commit) for number in range(count)]
+    dataset = _open(source)
     count = -(-len(dataset) // SLICE_ROWS)
     size = int(dataset.data.nbytes)
     return [Slice(source, number, count, max(1, size // count), dataset._fingerprint) for number in range(count)]
+
+
+def _commit(source: str) -> tuple[str, str | None]:
+    """A source without its revision, and the commit that it is at now; None for a folder, which has none."""
+    match = FORM.fullmatch(source)
+    if match is None:
+        raise UserError(
+            f"{source}: need hf:NAME, with :CONFIG, @SPLIT and #REVISION after it, in this order, if at all"
+        )
+    if Path(match["name"]).is_dir():
+        if match["revision"]:
+            raise UserError(f"{source}: a folder has no revisions; leave out #{match['revision']}")
+        return match["spec"], None
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.HfApi().dataset_info(match["name"], revision=match["revision"], timeout=SECONDS)
+    except Exception as error:  # the library raises whatever those below it do
+        raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
+    return match["spec"], found.sha
+
+
+def pinned(source: str) -> str:
+    """A dataset of the hub with the commit that it is at now; any other source as it is."""
+    if not source.startswith("hf:") or not _is_streamed(source):
+        return source
+    spec, commit = _commit(source)
+    return f"{spec}#{commit}" if commit else source
+
+
+def _files_of(source: str) -> str:
+    """What changes when the files of a folder do."""
+    match = FORM.fullmatch(source)
+    folder = Path(match["name"]) if match else Path()
+    seen = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            state, name = path.stat(), path.relative_to(folder).as_posix()
+            seen.update(repr((name, state.st_size, state.st_mtime_ns)).encode(errors="surrogateescape"))
+    return seen.hexdigest()
 
 
 def _check_inside(folder: Path) -> None:
@@ -89,7 +139,7 @@ def rows(part: Slice) -> Iterator[dict[str, Any]]:
 
 
 def _rows(part: Slice) -> Iterator[dict[str, Any]]:
-    dataset = _undecoded(_open(part.spec))
+    dataset = _undecoded(_open(part.spec, part.commit))
     if _is_streamed(part.spec):
         yield from dataset.shard(num_shards=part.count, index=part.number) if part.count > 1 else dataset
     else:
@@ -127,7 +177,7 @@ def _folder_and_split(source: str) -> tuple[Path, str | None]:
     return Path(name), split or None
 
 
-def _open(source: str) -> Any:
+def _open(source: str, commit: str | None = None) -> Any:
     try:
         import datasets
     except ImportError:
@@ -140,7 +190,7 @@ def _open(source: str) -> Any:
         match = FORM.fullmatch(source)
         if match is None:
             raise UserError(f"{source}: need hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG@SPLIT")
-        found = datasets.load_dataset(match["name"], match["config"], streaming=True)
+        found = datasets.load_dataset(match["name"], match["config"], revision=commit, streaming=True)
         return _split(source, found, match["split"])
     except UserError:
         raise

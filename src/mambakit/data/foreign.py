@@ -44,12 +44,37 @@ MEGATRON_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.i
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """The whole numbers of a file. They are read, not mapped into memory: see `TokenStream`."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    count: int
+    offset: int = 0  # bytes before the first
+
+    @classmethod
+    def all_of(cls, path: Path, dtype: Any) -> Numbers:
+        return cls(path, np.dtype(dtype), path.stat().st_size // np.dtype(dtype).itemsize)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Numbers begin…end, fewer where there are no more."""
+        count = max(0, min(end, self.count) - begin)
+        found = np.fromfile(self.path, self.dtype, count, offset=self.offset + begin * self.dtype.itemsize)
+        if len(found) < count:
+            raise shards.ShardError(f"{self.path} has become shorter while it was read")
+        return found
+
+
+@dataclass(frozen=True)
 class TokenFile:
     """A file of tokens: as it lies on disk, and how it is to be read."""
 
     path: Path
     kind: str  # packed32 or plain
-    array: NDArray[Any]
+    array: Numbers
     ends: NDArray[np.int64] | None = None  # where documents end, if the file says so
     told_split: str | None = None  # where its name does not count
 
@@ -63,7 +88,7 @@ class TokenFile:
         """All tokens in the layout of shards."""
         began, starts_next = 0, True  # where the document began that goes on, and whether the next token begins one
         for begin in range(0, len(self.array), BLOCK):
-            block = np.asarray(self.array[begin : begin + BLOCK])
+            block = self.array.read(begin, begin + BLOCK)
             if self.kind == "packed32":
                 yield block.astype(layout.dtype, copy=False)
                 continue
@@ -152,8 +177,8 @@ def _take_over(
 
 
 def _keeper(file: TokenFile, folder: Path, number: int, layout: Layout) -> ShardWriter | _Link:
-    offset = getattr(file.array, "offset", 0)  # past the header of a .npy, which may have more after the array
-    whole = offset + file.array.nbytes == file.path.stat().st_size
+    offset, size = file.array.offset, file.array.count * file.array.dtype.itemsize
+    whole = offset + size == file.path.stat().st_size  # a .npy may have more after the array
     if file.kind == "packed32" and file.array.dtype == layout.dtype and whole:
         link = _Link(file, offset)
         with contextlib.suppress(OSError):  # some systems do not let everybody
@@ -198,11 +223,12 @@ def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
     index = path.with_suffix(".idx")
     if path.suffix.lower() == ".npy":
         try:
-            array = np.lib.format.open_memmap(path, mode="r")
+            header = np.lib.format.open_memmap(path, mode="r")
         except (ValueError, OSError, EOFError) as error:
             raise UserError(f"{path} is no array of numbers: {error}") from None
-        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-            raise UserError(f"{path} holds {array.dtype} of shape {array.shape}; need a row of whole numbers")
+        if header.ndim != 1 or header.dtype.kind not in "iu" or not len(header):
+            raise UserError(f"{path} holds {header.dtype} of shape {header.shape}; need a row of whole numbers")
+        array = Numbers(path, header.dtype, len(header), header.offset)
         if kind == "packed32" and array.dtype.itemsize != 4:
             raise UserError(f"{path} holds {array.dtype}; the packed layout has 32 bits a token")
         is_packed = kind == "packed32" or (kind == "auto" and array.dtype == np.int32 and _looks_packed(array))
@@ -211,19 +237,19 @@ def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
         return _megatron(path, index)
     size = path.stat().st_size
     if kind in ("auto", "packed32") and size and size % 4 == 0:
-        array = np.memmap(path, dtype="<i4", mode="r")
+        array = Numbers.all_of(path, "<i4")
         if kind == "packed32" or _looks_packed(array):
             return TokenFile(path, "packed32", array)
     width = 4 if kind == "uint32" or (kind == "auto" and _looks_wide(path, vocabulary)) else 2
     if not size or size % width:
         raise UserError(f"{path} has {size} bytes, which are no tokens of {width} bytes each")
-    return TokenFile(path, "plain", np.memmap(path, dtype=f"<u{width}", mode="r"))
+    return TokenFile(path, "plain", Numbers.all_of(path, f"<u{width}"))
 
 
-def _looks_packed(array: NDArray[Any]) -> bool:
+def _looks_packed(array: Numbers) -> bool:
     """Whether positions go on from token to token, as they do nowhere else."""
     layout = LAYOUTS["packed32"]
-    head = np.asarray(array[:LOOKED_AT]).astype(layout.dtype)
+    head = array.read(0, LOOKED_AT).astype(layout.dtype)
     if len(head) < 2 or (head < 0).any():
         return False
     return bool(layout.starts(head)[1:].mean() < 0.5 and layout.positions(head).any())
@@ -247,4 +273,4 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     ends, size = np.cumsum(lengths), np.dtype(MEGATRON_DTYPES[code]).itemsize
     if not count or (lengths < 0).any() or ends[-1] * size != path.stat().st_size or not ends[-1]:
         raise UserError(f"{index} speaks of {int(lengths.sum())} tokens, but {path} has {path.stat().st_size} bytes")
-    return TokenFile(path, "plain", np.memmap(path, dtype=MEGATRON_DTYPES[code], mode="r"), ends)
+    return TokenFile(path, "plain", Numbers.all_of(path, MEGATRON_DTYPES[code]), ends)

@@ -31,7 +31,7 @@ from ..progress import progress, say
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter
 from .documents import Part, Unreadable
-from .reading import Own, Reading, check_readers
+from .reading import Own, Reading, check_readers, named
 from .separators import KEPT, check_separator, cut
 from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
 from .sources import Skipped, list_files
@@ -115,6 +115,7 @@ class _Options:
     layout: str | None
     separator: str | None
     reading: Reading
+    readers: Mapping[str, str]  # what tells a person's own from others, by suffix
     cleaning: Cleaning
     shard_tokens: int
     leave_out: Path | None
@@ -134,6 +135,10 @@ class _Options:
             raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
         if not sources or not all(map(str, sources)):
             raise UserError("no source was given; name at least one file or folder of text")
+        if not str(out):
+            raise UserError("out is empty; name the folder of shards to make")
+        if text_column is not None and not text_column:
+            raise UserError("text_column is empty; name a column, or leave it out, and it is found")
         if workers is not None and workers < 1:
             raise UserError(f"workers={workers}: need at least 1")
         if already := [source for source in sources if shards.is_shards(Path(source))]:
@@ -144,12 +149,15 @@ class _Options:
         return cls(
             [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or _num_cores(),
             strict, layout, check_separator(separator), Reading(readers or {}, text_column),
+            {suffix: named(reader) for suffix, reader in (readers or {}).items()},
             Cleaning(min_characters, copies, filters or {}), shard_tokens, leave_out,
         )  # fmt: skip
 
     def settings(self, tokenizer: str = "", layout: str = "") -> Settings:
         assert self.val_fraction is not None  # a share was given, or has been chosen
-        return Settings(__version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning, self.cut_at)
+        return Settings(
+            __version__, tokenizer, layout, self.val_fraction, self.reading, self.cleaning, self.cut_at, self.readers
+        )
 
     @property
     def cut_at(self) -> str | None:
@@ -248,7 +256,8 @@ def write_index(
     """Complete a folder whose shards are written: the tokenizer, which was named so, and the index."""
     (folder / shards.TOKENIZER).write_bytes(tokenizer.to_str(pretty=True).encode())
     index = Index(
-        format="mambakit-shards", version=1, layout=layout.name, tokenizer=named,
+        format="mambakit-shards", version=1, layout=layout.name,
+        tokenizer=named.encode(errors="backslashreplace").decode(),  # a path may have bytes that are no text
         tokenizer_sha256=checksum(folder / shards.TOKENIZER), vocab_size=vocab_size(tokenizer),
         end_token=end_of(tokenizer), counts=counts, shards=written, sources=sources,
     )  # fmt: skip
@@ -368,7 +377,7 @@ def _tokenizer(options: _Options, cut: Sequence[Task], work: Path) -> Tokenizer:
     digest = hashlib.sha256("".join(task.key(settings) for task in cut).encode()).hexdigest()[:32]
     kept = work / f"tokenizer-{digest}.json"
     if kept.is_file():
-        return Tokenizer.from_file(str(kept))
+        return Tokenizer.from_buffer(kept.read_bytes())
     learned = open_tokenizer(options.tokenizer, _sample(cut, settings))
     _keep(kept, learned.to_str().encode())
     return learned
@@ -452,7 +461,10 @@ def _summary(source: Source, found: Merged, settings: Settings) -> dict[str, Any
         by_block = any(source.by_block(file, settings.reading, settings.val_fraction) for file in source.files)
     passed_over = [[_within(skipped.path, source.name), skipped.reason] for skipped in source.skipped]
     passed_over += found.skipped + found.inside
+    first = source.files[0]
+    commit = first.commit if isinstance(first, datasets.Slice) else None
     return {
+        **({"commit": commit} if commit else {}),
         "files": sum(found.kinds.values()),
         "bytes": source.num_bytes,
         "kinds": dict(sorted(found.kinds.items())),
@@ -508,6 +520,7 @@ def prepare_once(
 ) -> Path:  # fmt: skip
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
+    sources = [datasets.pinned(source) for source in sources]
     known = [__version__, shards.VERSION, tokenizer, val_fraction, text_column]
     if check_separator(separator) not in (None, KEPT):
         known.append(separator)

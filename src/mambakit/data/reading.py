@@ -7,18 +7,20 @@ written in C, are read in a process of their own (data/isolated.py), which a hos
 from __future__ import annotations
 
 import importlib
+import secrets
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from types import CodeType
 from typing import Any, BinaryIO
 
 from ..files import UserError
+from ..progress import say
 from . import datasets, isolated
 from .documents import Note, Part, Unreadable, unheard, unreadable
+from .functions import UnknownValueError, describe
 from .readers import names, packed, records, text
 from .sources import SourceFile
 
@@ -240,17 +242,13 @@ def _own_parts(own: Own, path: Path) -> Iterator[Part]:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """What tells one function from another, in every process alike: its name and code, where it has them."""
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return repr((name, _content(code) if code is not None else None))
-
-
-def _content(constant: Any) -> Any:
-    """Code and constants without where they lie in memory, and sets in order."""
-    if isinstance(constant, CodeType):
-        return constant.co_code, constant.co_names, [_content(inner) for inner in constant.co_consts]
-    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
+    """What tells one function from another, in every process alike; a new name each time where that cannot be told."""
+    try:
+        return describe(function)
+    except (UnknownValueError, RecursionError) as problem:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        say(f"{name} uses {problem}, which may have changed since: work that was done with it before is done again")
+        return secrets.token_hex(16)
 
 
 def check_readers(own: Mapping[str, Own]) -> None:

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .datasets import Slice
 from .documents import Note, Part, Unreadable, unheard
 from .holding_out import FEW, Piece, Survey, documents_of, limit_of, pieces
 from .readers.packed import is_packed
-from .reading import Reading, Unit, named
+from .reading import Reading, Unit
 from .separators import cut as cut_at
 from .separators import has_several, watched
 from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
@@ -110,12 +110,12 @@ class Settings:
     reading: Reading
     cleaning: Cleaning = field(default_factory=Cleaning)
     separator: str | None = None
+    readers: Mapping[str, str] = field(default_factory=dict)  # what tells a person's own from others, by suffix
 
     @property
     def digest(self) -> str:
-        own = {suffix: named(reader) for suffix, reader in self.reading.own.items()}
         known = [
-            self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, own,
+            self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.readers,
             self.cleaning.known, *([] if self.separator is None else [self.separator]),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

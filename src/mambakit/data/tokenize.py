@@ -7,6 +7,8 @@ tokenizer.json, travels from the shards to the checkpoints and to other programs
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +20,15 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ..files import UserError
+from ..progress import duration, say
 from .shards import Tokens
 
 END_OF_TEXT = "<|endoftext|>"
 # What others call the token that ends a text, in the order in which they are looked for.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+LONGEST_WORD = 256  # characters of a word that is learned from: time grows with the square of a word's length
+SECONDS_BETWEEN_LINES = 10.0  # while merges are computed
 LARGEST_VOCABULARY = 2**20  # to learn: the library takes memory for all of it at once, and aborts where there is none
 
 
@@ -41,7 +46,7 @@ def open_tokenizer(spec: str, text: Iterable[str] = ()) -> Tokenizer:
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_hub(spec)
+        tokenizer = Tokenizer.from_buffer(path.read_bytes()) if path.is_file() else _from_hub(spec)
     except UserError:
         raise
     except Exception as error:  # the library raises plain Exception
@@ -55,6 +60,10 @@ def open_tokenizer(spec: str, text: Iterable[str] = ()) -> Tokenizer:
 
 def check_spec(spec: str) -> None:
     """Raise at once for a spec that cannot work, before any text is read."""
+    if not spec:
+        raise TokenizerError(
+            "the tokenizer is empty; give bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB"
+        )
     if spec.startswith("train:"):
         vocabulary_of(spec)
     elif spec != "bytes" and (spec.endswith(".json") or spec.startswith((".", "/"))) and not Path(spec).exists():
@@ -99,8 +108,44 @@ def train_tokenizer(text: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         max_token_length=64,
     )
-    tokenizer.train_from_iterator(text, trainer)
+    is_done = threading.Event()
+
+    def all_text() -> Iterator[str]:
+        for piece in text:
+            yield from _in_words(piece)
+        threading.Thread(target=_say_it_goes_on, args=(is_done,), daemon=True).start()
+
+    try:
+        tokenizer.train_from_iterator(all_text(), trainer)
+    finally:
+        is_done.set()
     return tokenizer
+
+
+def _say_it_goes_on(is_done: threading.Event) -> None:
+    begin = time.monotonic()
+    while not is_done.wait(SECONDS_BETWEEN_LINES):
+        say(f"learning the tokenizer: computing merges for {duration(time.monotonic() - begin)}")
+
+
+# Runs of letters, digits, white space or other characters, each of which is one word for a byte-level tokenizer.
+_LONG_WORD = re.compile(
+    "|".join(f"(?<!{kind}){kind}{{{LONGEST_WORD + 1},}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)"))
+)
+_LONG_SPACE = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
+
+
+def _in_words(text: str) -> Iterator[str]:
+    """The text, cut inside words that are too long, as in writing without spaces. Nearly always it is whole."""
+    if max(map(len, text.split()), default=0) <= LONGEST_WORD and not _LONG_SPACE.search(text):
+        yield text
+        return
+    begin = 0
+    for word in _LONG_WORD.finditer(text):
+        for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+            yield text[begin:cut]
+            begin = cut
+    yield text[begin:]
 
 
 def _byte_level(tokenizer: Tokenizer, *, use_regex: bool) -> Tokenizer:
