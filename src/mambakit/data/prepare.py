@@ -40,11 +40,8 @@ from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
 SAMPLE_BYTES = 2**26  # of text that a tokenizer is learned from
 SHARD_TOKENS = 2**26
-SHARES = (
-    0.02,
-    0.05,
-    0.1,
-)  # held out unless a share is given: the smallest that gives so many bytes of text, or the last
+# Held out unless a share is given: the smallest of these that gives so many bytes of text, else the largest.
+SHARES = (0.02, 0.05, 0.1)
 LEAST_BYTES = 2**17
 REPORT = "prepare.json"
 
