@@ -24,6 +24,7 @@ from mambakit.files import (
     is_intact,
     lock,
     new_folder,
+    pip_command,
     read_json,
     remove_abandoned,
     replace_json,
@@ -453,3 +454,23 @@ def test_a_memory_that_is_broken_or_cannot_be_kept_is_none(settled: tuple[Path, 
         if memory.is_file():
             memory.write_bytes(memory.read_bytes()[:-1] + b"\xff")
     assert [_bytes_read(path, sha256) for _ in range(2)] == [3_000_000, 0]
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file:///home/me/my%20mamba", "dir_info": {}}, "pip install '/home/me/my mamba[documents]'"),
+        ({"url": "file:///home/me/mambakit-1.whl", "archive_info": {}}, "pip install 'mambakit[documents]'"),
+        (None, "pip install 'mambakit[documents]'"),
+    ],
+)
+def test_the_command_for_an_extra_fits_how_mambakit_was_installed(
+    origin: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "mambakit-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mambakit\nVersion: 9\n")
+    if origin is not None:
+        (about / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert pip_command("documents") == command

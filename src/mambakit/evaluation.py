@@ -39,7 +39,7 @@ from .data.prepare import SHARD_TOKENS, documents, prepare, write_index
 from .data.shards import LAYOUTS, SPLITS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards
 from .data.tokenize import Encoder, end_of, open_tokenizer, same_tokenizer, vocab_size
 from .device import autocast, choose_device, choose_dtype
-from .files import UserError
+from .files import UserError, pip_command
 from .generate import generate_text, whole_texts
 from .model import MambaLM, State
 from .progress import progress, say
@@ -531,7 +531,7 @@ def _check_foreign(folder: Path, values: dict[str, Any]) -> None:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     except ImportError:
         raise UserError(
-            f"it is a {values['model_type']}, and no Mamba; transformers can open it: pip install 'mambakit[baselines]'"
+            f"it is a {values['model_type']}, and no Mamba; transformers can open it: {pip_command('baselines')}"
         ) from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import UserError
+from ..files import UserError, pip_command
 from .documents import Part
 from .reading import named
 
@@ -88,7 +88,7 @@ def _minhash(text: str) -> Prints:
     try:
         from rensa import RMinHash
     except ImportError:
-        raise UserError("copies=near needs rensa: pip install 'mambakit[cleaning]'") from None
+        raise UserError(f"copies=near needs rensa: {pip_command('cleaning')}") from None
     words = text.lower().split()
     found = RMinHash(num_perm=PERMUTATIONS, seed=1)
     found.update([" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import UserError
+from ..files import UserError, pip_command
 from ..progress import say
 from .datasets import absolute, pinned
 from .prepare import prepare_part
@@ -51,7 +51,7 @@ def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, A
     try:
         import ray as library
     except ImportError:
-        raise UserError("--ray needs Ray: pip install 'mambakit[ray]'") from None
+        raise UserError(f"--ray needs Ray: {pip_command('ray')}") from None
     ray: Any = library
     try:
         ray.init(address=None if address == "local" else address, log_to_driver=False, configure_logging=False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import UserError, read_json
+from ..files import UserError, pip_command, read_json
 
 SLICE_ROWS = 2**16
 GUESSED_BYTES = 2**26  # of a slice whose size is not known before it is read
@@ -181,7 +181,7 @@ def _open(source: str, commit: str | None = None) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"reading {source} needs datasets: pip install 'mambakit[datasets]'") from None
+        raise UserError(f"reading {source} needs datasets: {pip_command('datasets')}") from None
     try:
         if not _is_streamed(source):
             folder, split = _folder_and_split(source)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import BinaryIO, NamedTuple
 
-from ...files import UserError
+from ...files import UserError, pip_command
 from ..documents import Unreadable
 
 PIECE_CHARACTERS = 2**18
@@ -323,7 +323,7 @@ def _guesses(sample: bytes) -> Iterator[str]:
         import charset_normalizer
     except ImportError:
         raise UserError(
-            "reading text that is not UTF-8 needs charset-normalizer: pip install 'mambakit[documents]'"
+            f"reading text that is not UTF-8 needs charset-normalizer: {pip_command('documents')}"
         ) from None
     found = set()
     for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ...files import UserError
+from ...files import UserError, pip_command
 from ..documents import Part, Unreadable
 from . import encodings
 
@@ -61,7 +61,7 @@ def text_of(html: str) -> str:
     try:
         from selectolax.lexbor import LexborHTMLParser
     except ImportError:
-        raise UserError("reading HTML needs selectolax: pip install 'mambakit[documents]'") from None
+        raise UserError(f"reading HTML needs selectolax: {pip_command('documents')}") from None
     _check_cost(html)
     parser = LexborHTMLParser(html.encode("utf-8", "replace"))
     title = parser.css_first("head > title")

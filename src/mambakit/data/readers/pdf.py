@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ...files import UserError
+from ...files import UserError, pip_command
 from ..documents import Part, Unreadable
 
 LARGEST_TEXT = 2**28  # characters of a document
@@ -57,7 +57,7 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     try:
         import pypdfium2
     except ImportError:
-        raise UserError("reading PDF needs pypdfium2: pip install 'mambakit[documents]'") from None
+        raise UserError(f"reading PDF needs pypdfium2: {pip_command('documents')}") from None
     try:
         document = pypdfium2.PdfDocument(stream)
     except pypdfium2.PdfiumError as error:
