@@ -145,11 +145,26 @@ def test_a_tokenizer_that_the_shards_do_not_have_is_refused(
 ) -> None:
     words = ["train", "--data", str(shards), "--out", str(tmp_path / "run"), "--train.steps", "1"]
     assert main([*words, "--data.tokenizer", "bytes"]) == 2
-    assert f"data.tokenizer=bytes, but the shards in {shards} were made with train:300" in capsys.readouterr().err
+    told = f"data.tokenizer=bytes is for text, but {shards} holds shards, made with the tokenizer train:300"
+    assert told in capsys.readouterr().err
+    for flag, value in {"val-fraction": "0.5", "text-column": "{a}", "separator": "###"}.items():
+        assert main([*words, f"--data.{flag}", value]) == 2
+        assert f"data.{flag.replace('-', '_')}={value} is for text" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     small = ["--model.d-model", "16", "--model.num-layers", "1", "--model.kind", "mamba1"]
     assert main([*words, *small, "--data.tokenizer", str(shards / "tokenizer.json")]) == 0
     assert json.loads((tmp_path / "run/config.json").read_text())["data"]["tokenizer"] == "train:300"
+
+
+def test_the_config_of_a_run_on_text_can_be_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the shards that were made, beside the settings that they were made with."""
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    text = {"tokenizer": "bytes", "val_fraction": 0.5, "separator": "the"}
+    config = settings(make_corpus(tmp_path / "corpus"), data=text, train={"steps": 2})
+    train(config, out=tmp_path / "run")
+    train(tmp_path / "run/config.json", out=tmp_path / "again")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text())["data"]["val_fraction"] == 0.5
 
 
 def test_a_written_config_has_the_sizes_of_the_model_it_starts_from(

@@ -41,6 +41,7 @@ from .summary import introduce, sum_up, warn_of_jump
 
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
+FOR_TEXT = ("tokenizer", "val_fraction", "text_column", "separator")  # settings of the data
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
@@ -170,21 +171,31 @@ def _opened(
 
 
 def _check_used(given: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
-    """A tokenizer has no effect on shards, which were made with one."""
-    typed = any(isinstance(layer.get("data"), Mapping) and "tokenizer" in layer["data"] for layer in given)
+    """Settings for text have no effect on shards, which were made with their own: those that were typed are refused. A
+    config that a run has written has all settings, of which nobody has typed these."""
     folder = Path(config.data.path[0]) if config.data.path else None
-    wanted = config.data.tokenizer
-    if not typed or folder is None or not is_shards(folder):
+    if folder is None or not is_shards(folder):
         return
-    made_with = read_index(folder).tokenizer
-    if wanted in (made_with, DataConfig.model_fields["tokenizer"].default):
-        return
-    theirs = (folder / TOKENIZER).read_text(encoding="utf-8")
-    if wanted.startswith("train:") or not same_tokenizer(open_tokenizer(wanted).to_str(), theirs):
+    others = DataConfig.model_fields.keys() - FOR_TEXT
+    sections = [layer["data"] for layer in given if isinstance(layer.get("data"), Mapping)]
+    typed = {name for section in sections if not others <= section.keys() for name in section}
+    for name in FOR_TEXT:
+        value = getattr(config.data, name)
+        if name not in typed or value == DataConfig.model_fields[name].default:
+            continue
+        if name == "tokenizer" and _is_tokenizer_of(folder, value):
+            continue
         raise ConfigError(
-            f"data.tokenizer={wanted}, but the shards in {folder} were made with {made_with}; "
-            "remove it, or name the text itself with --data"
+            f"data.{name}={value} is for text, but {folder} holds shards, made with the tokenizer "
+            f"{read_index(folder).tokenizer}; remove it, or name the text itself with --data"
         )
+
+
+def _is_tokenizer_of(folder: Path, spec: str) -> bool:
+    if spec == read_index(folder).tokenizer:
+        return True
+    theirs = (folder / TOKENIZER).read_text(encoding="utf-8")
+    return not spec.startswith("train:") and same_tokenizer(open_tokenizer(spec).to_str(), theirs)
 
 
 def _train(run: Run) -> Iterator[dict[str, Any]]:
