@@ -859,8 +859,9 @@ h3 { font-size: 15px; margin: 16px 0 4px; }
 .scroll { overflow-x: auto; margin: 8px 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); }
-.figures td { white-space: nowrap; }
+.figures td { overflow-wrap: break-word; }
 tbody th { font-weight: normal; color: var(--soft); }
+@media (min-width: 700px) { .figures th[scope=row] { min-width: 16em; } }
 .differs th, .differs td { background: var(--mark); color: var(--ink); }
 .switch { display: inline-flex; flex-wrap: wrap; gap: 4px 14px; margin: 4px 0 8px; padding: 0; border: 0;
   color: var(--soft); font-size: 14px; }
