@@ -5,14 +5,12 @@ from __future__ import annotations
 import codecs
 import io
 import random
-import sys
 import tracemalloc
 
 import pytest
 
 from mambakit.data.documents import Unreadable
 from mambakit.data.readers import encodings, names, text
-from mambakit.files import UserError
 
 RUSSIAN = "Старая мельница стояла у реки и уже много лет не работала. Дети часто приходили туда ловить рыбу.\n"
 FRENCH = "Le château était situé près de la forêt, où l’été dernier les élèves avaient joué. Ça coûte 5 €.\n"
@@ -116,15 +114,6 @@ def test_a_long_line_is_read_at_constant_memory() -> None:
     assert sum(lengths) == 15 * 200_000
     assert max(lengths) <= encodings.PIECE_CHARACTERS
     assert peak < 3_500_000  # the sample, and a few pieces
-
-
-def test_without_charset_normalizer_utf8_is_read_and_the_rest_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "charset_normalizer", None)
-    assert text.decode(RUSSIAN.encode()) == RUSSIAN
-    with pytest.raises(UserError, match=r"pip install '.*\[documents\]'"):
-        text.decode(RUSSIAN.encode("cp1251"))
 
 
 def test_any_bytes_are_text_or_unreadable() -> None:

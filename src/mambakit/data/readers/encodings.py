@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import BinaryIO, NamedTuple
 
-from ...files import UserError, pip_command
 from ..documents import Unreadable
 
 PIECE_CHARACTERS = 2**18
@@ -319,12 +318,8 @@ def _guesses(sample: bytes) -> Iterator[str]:
     is_short = len(sample) - len(sample.translate(None, NOT_ASCII)) <= FEW_BYTES
     if is_short and _share_of_a_language(sample.decode(LIKELY[0], "replace")) == 1:
         yield LIKELY[0]
-    try:
-        import charset_normalizer
-    except ImportError:
-        raise UserError(
-            f"reading text that is not UTF-8 needs charset-normalizer: {pip_command('documents')}"
-        ) from None
+    import charset_normalizer
+
     found = set()
     for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):
         share = _share_of_a_language(str(match))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from ..documents import Part, Unreadable
-from .html import decode, text_of
+from .html import LARGEST_COST, decode, text_of
 from .word import open_entry, open_zip
 from .xml import Event, events
 
@@ -27,11 +27,12 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     chapters = [name for name in _chapters(archive, names) if name in names]
     if _locked(archive, names) & set(chapters):
         raise Unreadable("encrypted")
-    last, left = "", LARGEST_BOOK
+    last, left, cost_left = "", LARGEST_BOOK, LARGEST_COST
     for name in chapters:
         data = open_entry(archive, name, min(LARGEST_ENTRY, left)).read()
         left -= len(data)
-        text = text_of(decode(data))
+        text, cost = text_of(decode(data), cost_left)
+        cost_left -= cost
         if last and text:
             yield Part(last + "\n\n", ends=False)
         last = text or last

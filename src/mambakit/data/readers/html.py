@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ...files import UserError, pip_command
 from ..documents import Part, Unreadable
 from . import encodings
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
 
 LARGEST_FILE = 2**26  # bytes; the tree takes many times as much memory
-LARGEST_COST = 2**31  # see _check_cost
+LARGEST_COST = 2**31  # see _cost
 
 
 def _names(text: str) -> frozenset[str]:
@@ -31,12 +31,16 @@ LINES = _names(
 PARAGRAPHS = _names("blockquote dl h1 h2 h3 h4 h5 h6 hr listing ol p plaintext pre table ul xmp")
 VERBATIM = _names("listing plaintext pre textarea xmp")
 CLOSES_ITSELF = _names("body dd dt hr html li optgroup option p tbody tfoot thead tr")
+EMPTY = _names("area base br col embed hr img input link meta param source track wbr")
 STYLES = _names("a b big code em font i nobr s small strike strong tt u")
 
 SPACE = re.compile("[ \t\n\r\f\xa0]+")
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 NO_DISPLAY = re.compile(r"display\s*:\s*none", re.IGNORECASE)
-TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
+# What begins a tag, or is a comment; and an attribute.
+TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)|<!--(?:-?>|.*?(?:--!?>|\Z))", re.DOTALL)
+ATTRIBUTE = re.compile(r"""[\s/]*[^\s/>][^\s/>=]*(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s>"'][^\s>]*)?)?""")
+RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}  # what ends them
 
 
 def read(stream: BinaryIO) -> Iterator[Part]:
@@ -44,7 +48,7 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     data = stream.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise Unreadable("too large")
-    text = text_of(decode(data))
+    text, _ = text_of(decode(data))
     if not text:
         raise Unreadable("no text")
     yield Part(text)
@@ -56,36 +60,59 @@ def decode(data: bytes) -> str:
     return data.decode(encoding.codec, encoding.errors)
 
 
-def text_of(html: str) -> str:
-    """The text of a page, its title first. Empty where it has none."""
-    try:
-        from selectolax.lexbor import LexborHTMLParser
-    except ImportError:
-        raise UserError(f"reading HTML needs selectolax: {pip_command('documents')}") from None
-    _check_cost(html)
+def text_of(html: str, largest_cost: int = LARGEST_COST) -> tuple[str, int]:
+    """The text of a page, its title first, and what it cost. Empty where it has none."""
+    from selectolax.lexbor import LexborHTMLParser
+
+    cost = _cost(html, largest_cost)
     parser = LexborHTMLParser(html.encode("utf-8", "replace"))
     title = parser.css_first("head > title")
     text = SPACE.sub(" ", title.text()).strip() if title else ""
     body = _lines(parser.root) if parser.root else ""
-    return CONTROLS.sub("", f"{text}\n\n{body}").strip("\n").rstrip()
+    return CONTROLS.sub("", f"{text}\n\n{body}").strip("\n").rstrip(), cost
 
 
-def _check_cost(html: str) -> None:
-    """Refuses what would take the parser a time, or nodes, that grow with the square of the file's size.
+def _cost(html: str, largest: int) -> int:
+    """What takes the parser a time, or nodes, that grow with the square of the file's size. Refuses what costs more.
 
-    It looks through all open blocks at each block, and opens all styles that were left open again in each.
+    It looks through all open elements at each block, and for what an end tag may end; opens all styles that were left
+    open again in each block; and compares styles, the attributes of a tag, and the options of a choice.
     """
-    blocks = styles = cost = 0
-    for tag in TAG.finditer(html):
-        name, step = tag[2].lower(), -1 if tag[1] else 1
+    opened: Counter[str] = Counter()
+    depth = blocks = styles = options = cost = at = 0
+    while (tag := TAG.search(html, at)) is not None:
+        at = tag.end()
+        if tag[2] is None:
+            continue
+        name, ends = tag[2].lower(), bool(tag[1])
+        num_attributes = 0
+        while (attribute := ATTRIBUTE.match(html, at)) is not None:
+            at = attribute.end()
+            num_attributes += 1
+        cost += num_attributes**2
+        step = -1 if ends else 1
+        if ends and not opened[name]:
+            cost += depth
+        else:
+            opened[name] += step
+            depth += step if name not in CLOSES_ITSELF and name not in EMPTY else 0
         if name in STYLES:
             styles = max(0, styles + step)
+            cost += 0 if ends else 2 * styles
         elif name in LINES or name in PARAGRAPHS:
             if name not in CLOSES_ITSELF:
                 blocks = max(0, blocks + step)
             cost += blocks + 512 * styles
-    if cost > LARGEST_COST:
-        raise Unreadable("nested too deep")
+        if name == "option" and not ends:
+            options += 1
+            cost += 2 * options
+        elif name == "select":
+            options = 0
+        elif name in RAW and not ends:
+            at = end.start() if (end := RAW[name].search(html, at)) is not None else len(html)
+        if cost > largest:
+            raise Unreadable("nested too deep")
+    return cost
 
 
 def _lines(root: LexborNode) -> str:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ...files import UserError, pip_command
 from ..documents import Part, Unreadable
 
-LARGEST_TEXT = 2**28  # characters of a document
+LARGEST_WORK = 2**25  # characters and drawn objects of a document, which are seconds to minutes
+WORK_OF_PAGE = 2**7  # in such, if it is empty or broken
 LARGEST_PAGE = 2**20  # characters of a page
 LARGEST_LAYOUT = 5000  # pieces of a page that are looked at for columns
 NEEDS_PASSWORD = 4  # PDFium's FPDF_ERR_PASSWORD
@@ -54,25 +54,24 @@ class Piece:
 
 def read(stream: BinaryIO) -> Iterator[Part]:
     """A document for a file, a part for a page. Pages without text are passed over, as are broken ones among others."""
-    try:
-        import pypdfium2
-    except ImportError:
-        raise UserError(f"reading PDF needs pypdfium2: {pip_command('documents')}") from None
+    import pypdfium2
+
     try:
         document = pypdfium2.PdfDocument(stream)
     except pypdfium2.PdfiumError as error:
         raise Unreadable("encrypted" if error.err_code == NEEDS_PASSWORD else "broken PDF") from None
-    last, size = "", 0
+    last, left = "", LARGEST_WORK
     try:
         broken = len(document) == 0
         for number in range(len(document)):
+            left -= WORK_OF_PAGE
             try:
-                text = _page_text(document, number, pypdfium2.raw)
+                text, work = _page_text(document, number, pypdfium2.raw)
             except pypdfium2.PdfiumError:
                 broken = True
-                continue
-            size += len(text)
-            if size > LARGEST_TEXT:
+                text, work = "", 0
+            left -= work
+            if left < 0:
                 raise Unreadable("too large")
             if last and text:
                 yield Part(last + "\n\n", ends=False)
@@ -84,19 +83,22 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     yield Part(last)
 
 
-def _page_text(document: Any, number: int, pdfium: Any) -> str:
+def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
+    """The text of a page, and what work it was: the same on every machine, as time is not."""
     page = document[number]
     try:
         text_page = page.get_textpage()
         try:
-            if text_page.count_chars() > LARGEST_PAGE:
+            num_characters = text_page.count_chars()
+            work = pdfium.FPDFPage_CountObjects(page) + num_characters
+            if num_characters > LARGEST_PAGE:
                 raise Unreadable("too large")
             pieces = _pieces(text_page, pdfium)
         finally:
             text_page.close()
     finally:
         page.close()
-    return _paragraphs(_rows(_by_columns(pieces)))
+    return _paragraphs(_rows(_by_columns(pieces))), work
 
 
 def _pieces(page: Any, pdfium: Any) -> list[Piece]:

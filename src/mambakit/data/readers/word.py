@@ -44,7 +44,7 @@ def read(stream: BinaryIO) -> Iterator[Part]:
 def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[str]:
     """Paragraphs and rows. Text is what stands in `t`; deleted text and the codes of fields stand in others."""
     texts: list[list[str]] = []  # of open paragraphs; a text box has paragraphs inside one
-    rows: list[list[str]] = []  # cells of open rows
+    rows: list[list[list[str]]] = []  # cells of open rows, and what stands in them
     is_text = False
     skips = 0  # open elements that are passed over
     yield ""
@@ -71,17 +71,17 @@ def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[str]:
             if not rows:
                 yield text
             elif rows[-1]:  # cells stay on their line
-                rows[-1][-1] = f"{rows[-1][-1]} {' '.join(text.split())}".strip()
+                rows[-1][-1] += text.split()
         elif tag == "tr" and starts:
             rows.append([])
         elif tag == "tc" and starts and rows:
-            rows[-1].append("")
+            rows[-1].append([])
         elif tag == "tr" and rows:
             row = rows.pop()
             if not rows:
-                yield "\t".join(row).rstrip()
+                yield "\t".join(map(" ".join, row)).rstrip()
             elif rows[-1]:
-                rows[-1][-1] = f"{rows[-1][-1]} {' '.join(row)}".strip()
+                rows[-1][-1] += [word for cell in row for word in cell]
 
 
 def open_zip(stream: BinaryIO) -> zipfile.ZipFile:

@@ -117,15 +117,21 @@ class _Open:
 
     inside: list[str | list[str]] = field(default_factory=list)
     is_line: bool = False
+    spaces: str | None = None  # since the last element that has lines
+
+    def meets_text(self, text: str) -> None:
+        self.inside.append(text)
+        self.is_line |= not text.isspace()
+        if self.spaces is not None and not self.is_line:
+            self.spaces += text
 
     def meets_element(self) -> None:
         """Spaces between two elements on one line of the file: they are parts of one line."""
-        spaces = ""
-        for each in reversed(self.inside):
-            if isinstance(each, list):
-                self.is_line |= bool(spaces) and "\n" not in spaces
-                break
-            spaces += each
+        self.is_line |= bool(self.spaces) and "\n" not in (self.spaces or "")
+
+    def meets_lines(self, lines: list[str]) -> None:
+        self.inside.append(lines)
+        self.spaces = ""
 
     def lines(self) -> list[str]:
         lines, line = [], ""
@@ -154,14 +160,13 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
     held = tried = 0  # bytes, about, that wait for an element to end; those that waited when we last looked
     for event in events(stream):
         if event.kind == "text":
-            opened[-1].inside.append(event.value)
-            opened[-1].is_line |= not event.value.isspace()
+            opened[-1].meets_text(event.value)
             held += len(event.value) + OVERHEAD
         elif event.kind == "start":
             opened[-1].meets_element()
             opened.append(_Open())
         elif lines := opened.pop().lines():
-            opened[-1].inside.append(lines)
+            opened[-1].meets_lines(lines)
         if held > LARGEST_ELEMENT:
             raise Unreadable("too large")
         if held - tried > PART_SIZE:
