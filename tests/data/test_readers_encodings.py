@@ -208,6 +208,17 @@ def test_what_cannot_be_told_is_skipped(language: str, encoding: str) -> None:
     assert _reason(html.read, data) in ("unknown encoding", "binary")
 
 
+def test_signs_are_no_reason_to_skip() -> None:
+    for line in ("about 20 µm, 3 ² and 4 ÷ 5 ¬ 6 ¦ 7\n", "§ 5: 10 µm ± 3 °C, © 2003 ®\n"):
+        assert _text(text.read, (line * 20).encode("cp1252")) == line * 20
+
+
+def test_plain_text_that_says_what_it_cannot_be_is_not_believed() -> None:
+    for says in ("cp037", "cp500", "iso-8859-1", "no-such", "utf-8"):
+        content = f"# coding: {says}\n{RUSSIAN}"
+        assert _text(text.read, content.encode("koi8-r")) == content
+
+
 def test_noise_is_no_text_in_any_format() -> None:
     noise = random.Random(3).randbytes(20_000)
     for read in (text.read, html.read, xml.read, records.csv_, records.json_, records.jsonl, notebook.read):

@@ -518,7 +518,7 @@ def prepare_once(
     """The folder of shards for these sources, made now unless it was made before and no file has changed since."""
     check_spec(tokenizer)
     sources = [datasets.pinned(source) for source in sources]
-    known = [__version__, shards.VERSION, tokenizer, val_fraction, text_column]
+    known = [__version__, shards.VERSION, tasks.READERS, tokenizer, val_fraction, text_column]
     if check_separator(separator) not in (None, KEPT):
         known.append(separator)
     seen = hashlib.sha256(json.dumps(known).encode())

@@ -36,6 +36,7 @@ from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
 from .sources import Skipped
 from .tokenize import Encoder, encode_all, end_of
 
+READERS = 2  # which text files give: to be raised when they give another, so that older work is not used again
 TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
 MOST_LISTED = 1000  # of what is passed over inside the files of a task; all of it is counted
@@ -115,7 +116,7 @@ class Settings:
     @property
     def digest(self) -> str:
         known = [
-            self.version, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.readers,
+            self.version, READERS, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.readers,
             self.cleaning.known, *([] if self.separator is None else [self.separator]),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

@@ -103,7 +103,9 @@ OTHERS = """
 FREQUENT = 10  # of such letters, which make up about two thirds of a text; one that is read wrongly has fewer of them
 LEAST_FREQUENT = 0.6
 THAI = frozenset(map(chr, range(0xE01, 0xE5C)))
-PUNCTUATION = frozenset("“”„‘’‚–—…«»‹›•·§°©®™€£¥¿¡ºª×½¼¾№±†\xa0\xad、。，．：；？！（）「」『』《》〈〉【】・ー～々〜")
+PUNCTUATION = frozenset(
+    "“”„‘’‚–—…«»‹›•·§°©®™€£¥¿¡ºª×½¼¾²³µ№±†\xa0\xad、。，．：；？！（）「」『』《》〈〉【】・ー～々〜"
+)
 INSIDE_WORDS = frozenset("’—…·\xad")
 JUDGED_CHARACTERS = 2**14
 NOT_ASCII = bytes(range(0x80, 0x100))
@@ -178,7 +180,8 @@ def _neither_ascii_nor_unicode(
     samples = [_outside_tags(sample), sample] if is_markup else [sample]
     if sample[-1] > 0x7F:  # it may end inside a character
         samples += [sample[:-size] for size in (1, 2, 3)]
-    hints = [declared] if declared and not is_markup else []
+    says = declared and not is_markup and not _is_unclear(sample.decode(declared, "replace"))
+    hints = [declared] if says else []
     for guess in itertools.chain(hints, *map(_guesses, samples)):
         if _look(stream, guess).fault is None:
             return Encoding(guess)
@@ -206,7 +209,9 @@ def codec_of(label: str) -> str:
         name = codecs.lookup(LABELS.get(label.lower(), label)).name.replace("-", "_")
     except (LookupError, ValueError):
         return ""
-    return WIDER.get(name, name) if TEXT.fullmatch(name) else ""
+    if not TEXT.fullmatch(name) or "charset".encode(name) != b"charset":  # of IBM's, some are not like ASCII
+        return ""
+    return WIDER.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -316,22 +321,32 @@ def _outside_tags(data: bytes) -> bytes:
 def _guesses(sample: bytes) -> Iterator[str]:
     """Encodings that the sample may be in, best first."""
     is_short = len(sample) - len(sample.translate(None, NOT_ASCII)) <= FEW_BYTES
-    if is_short and _share_of_a_language(sample.decode(LIKELY[0], "replace")) == 1:
+    is_usual = _share_of_a_language(sample.decode(LIKELY[0], "replace")) == 1
+    if is_usual and is_short:
         yield LIKELY[0]
     import charset_normalizer
 
-    found = set()
+    found = {(-50, 1.0, 0.0, 0)} if is_usual else set()  # signs without letters are a mess to charset-normalizer
     for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):
         share = _share_of_a_language(str(match))
-        if share < UNCLEAR and not is_short:
+        if not is_short and _is_unclear(str(match)):
             continue
         for name in match.could_be_from_charset:
             if name in LIKELY:  # how little it looks like a mess, then how much like a language
                 place = -round(50 * max(share, CLEAR))
-                coherence = match.coherence + (0.03 if name == LIKELY[0] else 0.0)
+                coherence = match.coherence + (0.05 if name == LIKELY[0] else 0.0)
                 found.add((place, round(match.chaos, 2), -round(coherence, 2), LIKELY.index(name)))
     for *_, rank in sorted(found):
         yield LIKELY[rank]
+
+
+def _is_unclear(text: str) -> bool:
+    """Whether letters are of no language. Of other signs, any may be meant."""
+    return _share_of_a_language("".join(each for each in text[:JUDGED_CHARACTERS] if not _is_sign(each))) < UNCLEAR
+
+
+def _is_sign(character: str) -> bool:
+    return not (character.isascii() or character.isalpha() or character in PUNCTUATION or character in THAI)
 
 
 def _share_of_a_language(text: str) -> float:
@@ -340,24 +355,36 @@ def _share_of_a_language(text: str) -> float:
     letters: Counter[str] = Counter()
     marks = other = 0
     for before, character, after in zip(" " + text, text[:JUDGED_CHARACTERS], text[1:] + " ", strict=False):
-        if character.isascii() or "\u2500" <= character < "\u25a0":  # lines and boxes are drawn by all
+        if character.isascii():
             continue
         other += 1
-        is_inside = before.isalpha() and after.isalpha()
-        is_among_ascii = is_inside and before.isascii() and after.isascii()
+        if not _is_in_place(before, character, after):
+            continue
         if character in PUNCTUATION:
-            marks += character in INSIDE_WORDS or not (is_among_ascii if character > "\u3000" else is_inside)
-        elif character.isupper() and (before.islower() or (is_inside and after.islower())):
-            pass
-        elif character > "\u0530" or character < "\u0370":
-            letters[character.lower()] += not (character > "\u0530" and is_among_ascii)
-        elif not any(each.isalpha() and each.isascii() for each in (before, after)):  # Greek and Cyrillic
+            marks += 1
+        else:
             letters[character.lower()] += 1
     found = [sum(letters[letter] for letter in letters.keys() & alphabet) for alphabet in _alphabets()]
     for alphabet in OTHERS.split():
         num_frequent, num_all = (sum(letters[letter] for letter in some) for some in (alphabet[:FREQUENT], alphabet))
         found.append(int(num_all * min(1.0, num_frequent / max(1, num_all) / LEAST_FREQUENT)))
     return (marks + max(found)) / other if other else 1.0
+
+
+def _is_in_place(before: str, character: str, after: str) -> bool:
+    """Whether a character may stand between these two."""
+    is_inside, is_alone = before.isalpha() and after.isalpha(), before.isascii() and after.isascii()
+    if character in INSIDE_WORDS:
+        return True
+    if character in PUNCTUATION:
+        return not is_inside or (character > "\u3000" and not is_alone)
+    if character.isupper() and (before.islower() or (is_inside and after.islower())):
+        return False
+    if "\u0370" <= character < "\u0530":  # Greek and Cyrillic
+        return not any(each.isascii() and each.isalpha() for each in (before, after))
+    if "\u0530" <= character < "\u1000":  # Hebrew to Thai, where no word is a letter
+        return not is_alone
+    return character < "\u0370" or not (is_inside and is_alone)
 
 
 @cache
