@@ -116,8 +116,8 @@ class Settings:
     @property
     def digest(self) -> str:
         known = [
-            self.version, READERS, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.readers,
-            self.cleaning.known, *([] if self.separator is None else [self.separator]),
+            self.version, READERS, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column,
+            self.readers, self.cleaning.known, *([] if self.separator is None else [self.separator]),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
