@@ -82,6 +82,21 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [3]
 
 
+@pytest.mark.parametrize("sections", [{}, {"optim": {"lr": 1e-3}}])
+def test_a_first_step_that_diverges_leaves_the_best_where_it_is(
+    sections: dict[str, Any], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+
+    def spoiled(*arguments: Any) -> tuple[torch.Tensor, None]:
+        return torch.tensor(math.nan, dtype=torch.float64), None
+
+    monkeypatch.setattr(loop_module, "_accumulate", spoiled)
+    with pytest.raises(RunError, match="the loss is not finite at step 13. Nothing was saved since step 12"):
+        train({"train": {"steps": 20}, **sections}, out=run, resume=True)
+    assert native.find(run).name == "step_00000012"
+
+
 def spoiled(finished: Path, place: Path) -> Path:
     """A run whose newest and best checkpoint has weights that are not finite, as an earlier version saved them."""
     run = shutil.copytree(finished, place)

@@ -243,6 +243,14 @@ def test_a_checkpoint_folder_that_was_renamed_can_be_gone_on_from(
     assert state_bytes(out, 12) == state_bytes(finished, 12)
 
 
+def test_the_best_is_never_one_that_was_set_aside(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads((copy / "best.json").read_text())["step"] == 12
+    train({"train": {"steps": 10, "eval_every": 0}}, out=copy, resume=copy / "checkpoints/step_00000009")
+    assert native.find(copy).name == "step_00000010"
+    assert "damaged" not in capsys.readouterr().err
+    assert not list(verify(copy))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="names that are no UTF-8 are Linux's")
 def test_a_run_folder_may_have_a_name_that_is_no_utf8(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / os.fsdecode(b"r\xe9sum\xe9")

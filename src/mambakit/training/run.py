@@ -314,9 +314,11 @@ def _open(
     _check_same_data(state, loader, checkpoint)
     _check_length(config, total_steps, val_data)
     _make_room(folder, checkpoint, state)
+    _mend_best(folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     display = Display(total_steps, progress.step, config.track.log_every)
+    changed = resolve(state.config).differences(config) if state else []
     run = Run(
         folder=folder,
         config=config,
@@ -349,7 +351,9 @@ def _open(
         carried=_carried(state, device) if state else None,
         saved_step=progress.step if checkpoint and _is_of(checkpoint, folder) else -1,
         epoch_rows=loader.epoch_rows if loader else None,
-        changed=resolve(state.config).differences(config) if state else [],
+        changed=changed,
+        # A checkpoint is of use if it was the best, and other settings may be at fault where it seems not to be.
+        proven_step=progress.step if changed or progress.best_step == progress.step else -1,
     )
     introduce(run, checkpoint)
     if state:
@@ -403,6 +407,16 @@ def _make_room(folder: Path, checkpoint: Path | None, state: TrainState | None) 
         before = checkpoint.parent.parent / "metrics.jsonl"
         if checkpoint.parent.name == "checkpoints" and before.is_file():
             (folder / "metrics.jsonl").write_bytes(before.read_bytes()[: state.values["metrics_bytes"]])
+
+
+def _mend_best(folder: Path, progress: Progress) -> None:
+    """The note of the best checkpoint may be damaged, or name one that was just set aside."""
+    try:
+        native.best_step(folder)
+    except CheckpointError:
+        (folder / "best.json").unlink(missing_ok=True)
+        if progress.best_step is not None and native.folder_of(folder, progress.best_step).is_dir():
+            replace_json(folder / "best.json", {"step": progress.best_step, "loss": progress.best_loss})
 
 
 def _is_of(checkpoint: Path, run: Path) -> bool:
