@@ -1,7 +1,19 @@
-"""python -m mambakit"""
+"""python -m mambakit, and the command mambakit: quick to import, so that Ctrl-C is heard from the beginning."""
+
+from __future__ import annotations
 
 import sys
 
-from .cli import main
 
-sys.exit(main())
+def main() -> int:
+    try:
+        from .cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        sys.stderr.write("mambakit: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

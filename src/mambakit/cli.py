@@ -21,7 +21,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from . import __version__
 from .config import SECTIONS, ConfigError, read_config, read_yaml, write_yaml
 from .files import RunError, UserError, is_full
-from .progress import say
+from .progress import for_stdout, say
 
 
 def _flags() -> Any:
@@ -314,8 +314,8 @@ def _print_evaluation(found: Evaluation) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     mark = "" if has_styles() else "|"  # where the prompt ends
     for number, sample in enumerate(found.samples, 1):
-        _print(f"\n{rule(f'sample {number} of {len(found.samples)}')}")
-        _print(f"{bold(sample['prompt'])}{mark}{for_stdout(sample['text'])}")
+        _write(f"\n{rule(f'sample {number} of {len(found.samples)}')}\n")
+        _write(f"{bold(sample['prompt'])}{mark}{for_stdout(sample['text'])}\n")
 
 
 def generate(
@@ -372,7 +372,7 @@ def generate(
     whole = [bold(p) + for_stdout(text) for p, text in zip(prompts, texts, strict=True)]
     if sys.stdout.isatty() and len(whole) > 1:
         whole = [f"{rule(f'{number} of {len(whole)}')}\n{text}" for number, text in enumerate(whole, 1)]
-    _print("\n\n".join(whole))
+    _write("\n\n".join(whole) + "\n")
     return 0
 
 
@@ -534,6 +534,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. 0: done; 2: a mistake of the person's, told in one message; 75: stopped after saving; 1: a fault."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # a person has closed it
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # text that the terminal has no letters for is no reason to fail
             stream.reconfigure(errors="replace")
@@ -573,9 +575,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         place = f" ({error.filename})" if error.filename is not None else ""
-        mend = "Make space" if is_full(error) else "See to the disk"
-        say(f"mambakit: {error.strerror or error}{place}; what was saved before is whole. {mend}, and run the command "
-            "again (mambakit train with --resume)")  # fmt: skip
+        mend = "make space" if is_full(error) else "see to the disk"
+        again = "with --resume; what was saved before is whole" if arguments[0] == "train" else "again"
+        say(f"mambakit: {error.strerror or error}{place}; {mend}, and run the command {again}")
         return 1
 
 
@@ -613,7 +615,12 @@ def _overview(group: str = "") -> str:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    """Print a result; names in it are shown by a terminal, not obeyed."""
+    _write(for_stdout(text) + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 

@@ -262,7 +262,10 @@ class DataConfig(Settings):
         (), description="how often rows come from each source, in the order they were prepared in; by size unless set"
     )
     temperature: float = Field(
-        1.0, gt=0, description="rows come from a source by its size to the power of 1 / this: more even above 1"
+        1.0,
+        ge=0.01,
+        le=1e6,
+        description="rows come from a source by its size to the power of 1 / this: more even above 1",
     )
     carry_state: bool = Field(
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
@@ -319,11 +322,14 @@ class TrainConfig(Settings):
     LENGTHS: ClassVar[tuple[str, ...]] = ("steps", "tokens", "epochs")
 
     steps: int | None = Field(
-        None, ge=1, description="run length in optimizer steps; by data, model and device unless one of three is set"
+        None,
+        ge=1,
+        le=2**40,
+        description="run length in optimizer steps; by data, model and device unless one of three is set",
     )
-    tokens: int | None = Field(None, ge=1, description="run length in tokens")
-    epochs: float | None = Field(None, gt=0, description="run length in passes over the data")
-    batch_tokens: int = Field(32768, ge=1, description="tokens of one optimizer step")
+    tokens: int | None = Field(None, ge=1, le=2**60, description="run length in tokens")
+    epochs: float | None = Field(None, gt=0, le=1e6, description="run length in passes over the data")
+    batch_tokens: int = Field(32768, ge=1, le=2**32, description="tokens of one optimizer step")
     micro_batch_rows: int | None = Field(
         None, ge=1, description="rows computed at once; as many as make 8192 tokens unless set"
     )

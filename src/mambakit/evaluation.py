@@ -36,7 +36,7 @@ from .data.foreign import adopt, is_tokens
 from .data.lanes import Range, document_ranges, lanes
 from .data.loader import Batch
 from .data.prepare import SHARD_TOKENS, documents, prepare, write_index
-from .data.shards import LAYOUTS, SPLITS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards
+from .data.shards import LAYOUTS, SPLITS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards, read_tokenizer
 from .data.tokenize import Encoder, end_of, open_tokenizer, same_tokenizer, vocab_size
 from .device import autocast, choose_device, choose_dtype
 from .files import UserError, pip_command
@@ -330,7 +330,7 @@ def _open_text(
         if len(data) > 1:
             raise UserError("--data names a folder of shards and more; name one such folder, or text alone")
         stream = TokenStream(folder, split)
-        if not same_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"), tokenizer.to_str()):
+        if not same_tokenizer(read_tokenizer(folder), tokenizer.to_str()):
             raise UserError(
                 f"the shards in {folder} were made with another tokenizer than {model} has; "
                 "evaluate on the text itself, or prepare it with this model's tokenizer.json"

@@ -45,7 +45,7 @@ def _verify_metrics(path: Path) -> Iterator[str]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             step = record.get("step") if isinstance(record, dict) else None
             if not isinstance(record, dict) or not isinstance(step, int):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+COMPUTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
 class CheckpointError(files.UserError):
     """A folder that cannot be read, or a model that the other side could not compute."""
 
@@ -99,8 +102,8 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
         raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
-    except (SafetensorError, RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # what the loader of .bin raises for damaged ones is anything
+        raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} does not hold a plain set of named tensors")
     return weights
@@ -168,8 +171,8 @@ def _empty_model(config: ModelConfig, weights: Mapping[str, object], folder: Pat
 
 def _check_dtypes(kept: set[str], weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
     dtypes = {tensor.dtype for name, tensor in weights.items() if name not in kept or not tensor.is_floating_point()}
-    names = sorted(str(found).removeprefix("torch.") for found in dtypes)
-    if not all(found.is_floating_point for found in dtypes) or (len(dtypes) > 1 and dtype is None):
+    names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    if not {tensor.dtype for tensor in weights.values()} <= COMPUTED or (len(dtypes) > 1 and dtype is None):
         raise CheckpointError(
             f"the weights in {folder} have dtypes {', '.join(names)}; need one floating-point dtype, "
             "or name the one to load them in: load(path, dtype=torch.float32)"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "mambakit-checkpoint", 1
 MANIFEST = "manifest.json"
+LARGEST_STEP = 10**15
 OPTIMIZER, TENSORS, STATE, CONFIG = (
     Path("train") / name for name in ("optimizer.safetensors", "state.safetensors", "state.json", "config.json")
 )
@@ -60,9 +61,10 @@ def checkpoints(run: Path) -> list[Path]:
 def write(
     run: Path, step: int, model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int], state: TrainState
 ) -> Path:
-    """Save a checkpoint: whole, or not at all."""
+    """Save a checkpoint: whole, or not at all. One that is there already is replaced when the new one is whole."""
     folder = folder_of(run, step)
-    with new_folder(folder, CheckpointError) as beside:
+    new = _newer(folder) if folder.exists() else folder
+    with new_folder(new, CheckpointError) as beside:
         (beside / "train").mkdir()
         huggingface.write_into(beside, model, tokenizer, end_tokens)
         write_weights(beside / OPTIMIZER, state.optimizer)
@@ -70,7 +72,24 @@ def write(
         write_json(beside / STATE, state.values)
         write_json(beside / CONFIG, state.config)
         write_manifest(beside)
+    if new != folder:
+        _exchange(folder)
     return folder
+
+
+def _newer(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.newer")
+
+
+def _exchange(folder: Path) -> None:
+    """Put the newer one in place of a checkpoint, and take that away. Between the two renames there is none of this
+    name: whoever opens the run next completes what a kill there has left."""
+    older = folder.with_name(f".{folder.name}.older")
+    if folder.exists():
+        folder.rename(older)
+    _newer(folder).rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:
@@ -112,6 +131,9 @@ def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION or not isinstance(files, dict):
         yield f"{folder / MANIFEST} is not a manifest that this mambakit reads ({FORMAT} version {VERSION})"
         return
+    if "config.json" not in files or not any(Path(name).match("model*.safetensors") for name in files):
+        yield f"{folder / MANIFEST} does not name the files of a model"
+        return
     for name, expected in files.items():
         path = folder / name
         if (
@@ -121,20 +143,20 @@ def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -
             or ".." in Path(name).parts
         ):
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
-        elif not counts(name):
-            continue
-        elif not path.is_file():
-            yield f"{path} is missing"
-        elif path.stat().st_size != expected.get("bytes"):
-            yield f"{path} has {path.stat().st_size} bytes; need {expected.get('bytes')}"
-        else:
+        elif counts(name):
             try:
-                intact = is_intact(path, expected["bytes"], str(expected.get("sha256")), again=again)
+                yield from _verify_file(path, expected, again)
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror}"
-                continue
-            if not intact:
-                yield f"{path} differs from what was written: its checksum is not the manifest's"
+
+
+def _verify_file(path: Path, expected: Mapping[str, Any], again: bool) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{path} is missing"
+    elif path.stat().st_size != expected.get("bytes"):
+        yield f"{path} has {path.stat().st_size} bytes; need {expected.get('bytes')}"
+    elif not is_intact(path, expected["bytes"], str(expected.get("sha256")), again=again):
+        yield f"{path} differs from what was written: its checksum is not the manifest's"
 
 
 def _verify_finite(folder: Path) -> Iterator[str]:
@@ -199,6 +221,10 @@ def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | N
 
 def remove_abandoned(run: Path) -> None:
     """Take away what a killed process left half-written or half-deleted. Only for who holds the run's lock."""
+    for newer in (run / "checkpoints").glob(".step_*.newer"):
+        folder = newer.with_name(newer.name.removeprefix(".").removesuffix(".newer"))
+        if not folder.exists() and is_checkpoint(newer):
+            _exchange(folder)
     for folder in (run / "checkpoints").glob(".step_*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -215,7 +241,8 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     too; without `substitute`, or where the damaged folder itself was named, it is an error.
     """
     if not (path / "checkpoints").is_dir():
-        if is_checkpoint(path) and (problems := list(verify_model(path))):
+        is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
+        if is_one and (problems := list(verify_model(path))):
             raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
         return path
     chosen: Path | None
@@ -256,11 +283,11 @@ def best_step(run: Path) -> tuple[int, float] | None:
         return None
     values = read_json(path, CheckpointError)
     step, loss = values.get("step"), values.get("loss")
-    if not isinstance(step, int) or not isinstance(loss, int | float):
+    if not isinstance(step, int) or not 0 <= step < LARGEST_STEP or not isinstance(loss, float):
         raise CheckpointError(f"{path} does not say which step is the best")
     if not folder_of(run, step).is_dir():
         raise CheckpointError(f"{path} says that step {step} is the best, but its checkpoint is missing")
-    return step, float(loss)
+    return step, loss
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

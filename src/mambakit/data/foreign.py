@@ -129,6 +129,7 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
         state = path.stat()
         seen.update(repr((os.path.realpath(path), state.st_size, state.st_mtime_ns)).encode(errors="surrogateescape"))
     folder = cache_folder() / "shards" / seen.hexdigest()[:32]
+    shards.remove_damaged(folder)
     if shards.is_shards(folder):
         say(f"the shards of these tokens are in {folder} already")
         return folder

@@ -29,7 +29,7 @@ from .. import __version__
 from ..files import LockedError, UserError, cache_folder, check_free, checksum, lock, new_folder, write_json
 from ..progress import progress, say
 from . import cleaning, datasets, shards, tasks
-from .cleaning import Cleaning, Filter
+from .cleaning import Cleaning, Filter, Prints
 from .documents import Part, Unreadable
 from .reading import Own, Reading, check_readers, named
 from .separators import KEPT, check_separator, cut
@@ -192,7 +192,7 @@ class _Plan:
     def do(self, options: _Options) -> None:
         with progress("tokenizing", sum(task.num_bytes for task in self.tasks), "MB", 1e6) as advance:
             for task, folder in zip(self.tasks, self.folders, strict=True):
-                if tasks.is_done(folder, LAYOUTS[self.settings.layout]):
+                if tasks.is_done(folder):
                     advance(task.num_bytes)
                 else:
                     tasks.run(task, self.settings, self.tokenizer, folder, options.workers, options.strict, advance)
@@ -349,20 +349,33 @@ def _without_copies(options: _Options, cut: list[Task], work: Path) -> list[Task
     with progress("looking for copies", sum(task.num_bytes for task in cut), "MB", 1e6) as advance:
         for task in cut:
             kept = work / f"prints-{task.key(settings)}.npy"
-            if not kept.is_file():
+            known = _kept_prints(kept)
+            if known is None:
+                known = task.fingerprints(settings, options.workers, advance)
                 found = io.BytesIO()
-                np.save(found, task.fingerprints(settings, options.workers, advance))
+                np.save(found, known)
                 _keep(kept, found.getvalue())
             else:
                 advance(task.num_bytes)
-            prints.append(np.load(kept, allow_pickle=False))
+            prints.append(known)
     return [dataclasses.replace(task, copies=found) for task, found in zip(cut, cleaning.copies(prints), strict=True)]
+
+
+def _kept_prints(path: Path) -> Prints | None:
+    """None where there are none, or damaged ones."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.dtype == np.uint32 and found.ndim == 2 else None
 
 
 def _keep(path: Path, data: bytes) -> None:
     """Write a file of the work folder, where several machines may do the same at the same time."""
     with tempfile.NamedTemporaryFile(prefix=f".{path.name}", dir=path.parent, delete=False) as beside:
         beside.write(data)
+        beside.flush()
+        os.fsync(beside.fileno())
     os.replace(beside.name, path)
 
 
@@ -374,7 +387,8 @@ def _tokenizer(options: _Options, cut: Sequence[Task], work: Path) -> Tokenizer:
     digest = hashlib.sha256("".join(task.key(settings) for task in cut).encode()).hexdigest()[:32]
     kept = work / f"tokenizer-{digest}.json"
     if kept.is_file():
-        return Tokenizer.from_buffer(kept.read_bytes())
+        with contextlib.suppress(Exception):  # the library raises plain ones; a damaged file is learned anew
+            return Tokenizer.from_buffer(kept.read_bytes())
     learned = open_tokenizer(options.tokenizer, _sample(cut, settings))
     _keep(kept, learned.to_str().encode())
     return learned
@@ -532,6 +546,7 @@ def prepare_once(
             seen.update(repr((file.name, file.stamp)).encode(errors="surrogateescape"))
         seen.update(repr(sorted(str(skipped.path) for skipped in found.skipped)).encode(errors="surrogateescape"))
     folder = cache_folder() / "shards" / seen.hexdigest()[:32]
+    shards.remove_damaged(folder)
     if shards.is_shards(folder):
         say(f"the shards of this text are in {folder} already")
         if separator != KEPT:

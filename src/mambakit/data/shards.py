@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +29,12 @@ from pydantic import Field
 
 from ..config import ConfigError, Settings
 from ..files import UserError, checksum, is_intact, read_json, was_intact
-from ..progress import progress
+from ..progress import progress, say
 
 FORMAT, VERSION = "mambakit-shards", 1
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS = ("train", "val")
+LARGEST_TOKEN = 2**20  # bytes of text
 LARGEST_READ = 2**30  # bytes in one go
 MOST_OPEN = 256  # files of a stream; a process may often have 1024 open
 SHOWN_BYTES = 2**30  # to be read through, from which on it is said
@@ -134,7 +136,7 @@ class Index(Settings):
     end_token: int = Field(ge=0)
     counts: dict[str, SplitCounts]
     shards: dict[str, list[Shard]]
-    sources: dict[str, Any]
+    sources: dict[str, dict[str, Any]]
 
     @property
     def fingerprint(self) -> str:
@@ -168,7 +170,44 @@ def read_index(folder: Path) -> Index:
         raise ShardError(f"{folder / INDEX}: {error}") from None
     if missing := [name for name in SPLITS if name not in index.shards or name not in index.counts]:
         raise ShardError(f"{folder / INDEX} has no {' and no '.join(missing)} split")
+    if problems := list(_contradictions(index)):
+        raise ShardError(f"{folder / INDEX} is damaged: {'; '.join(problems)}; prepare the data again")
     return index
+
+
+def _contradictions(index: Index) -> Iterator[str]:
+    """What cannot be, whatever the tokens are."""
+    for name in SPLITS:
+        counts, tokens = index.counts[name], sum(shard.tokens for shard in index.shards[name])
+        if counts.tokens != tokens:
+            yield f"it counts {counts.tokens} tokens to {name}, but its files have {tokens}"
+        if counts.documents > tokens or counts.targets > tokens or counts.words > max(counts.bytes, 0):
+            yield f"it counts more documents, targets or words to {name} than there can be"
+        if counts.bytes > LARGEST_TOKEN * max(tokens, 1):
+            yield f"it counts {counts.bytes} bytes to {name}, of {tokens} tokens"
+    if index.end_token >= index.vocab_size:
+        yield f"its token for the end of a text is {index.end_token}, of {index.vocab_size}"
+    for name, source in index.sources.items():
+        tokens_of, markers = source.get("tokens", {}), source.get("markers", {})
+        if not isinstance(tokens_of, dict) or not all(isinstance(value, int) for value in tokens_of.values()):
+            yield f"what it says of {name} is no count of tokens"
+        if not isinstance(markers, dict) or not all(
+            isinstance(found, dict) and {"first", "files", "count"} <= found.keys() for found in markers.values()
+        ):
+            yield f"what it says of {name} is no list of markers"
+
+
+def read_tokenizer(folder: Path, index: Index | None = None) -> str:
+    """tokenizer.json of a folder, which must be the one that its tokens were made with."""
+    index = index or read_index(folder)
+    path = folder / TOKENIZER
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read: {error.strerror}") from None
+    if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:
+        raise ShardError(f"{path} is not the file the index was made with: its checksum differs")
+    return data.decode()
 
 
 def shard_name(split: str, number: int) -> str:
@@ -356,6 +395,20 @@ class _OpenFile:
             os.close(self._descriptor)
 
 
+def remove_damaged(folder: Path) -> None:
+    """Take away a folder of the cache, which can be made again, unless it is whole."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    try:
+        index = read_index(folder)
+        read_tokenizer(folder, index)
+        for split in SPLITS:
+            TokenStream(folder, split, index)
+    except ShardError as error:
+        say(f"{error}; it is made again")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _name(path: Path) -> str:
     """A file, and where it is if it lies elsewhere."""
     return f"{path} ({path.readlink()})" if path.is_symlink() else str(path)
@@ -363,7 +416,11 @@ def _name(path: Path) -> str:
 
 def verify(folder: Path) -> Iterator[str]:
     """Read everything, and yield what is wrong with it, a line each."""
-    index = read_index(folder)
+    try:
+        index = read_index(folder)
+    except ShardError as error:
+        yield str(error)
+        return
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         yield f"{tokenizer} is missing"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..files import UserError, read_json, sync, write_json
+from ..files import UserError, checksum, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
 from .datasets import Slice
 from .documents import Note, Part, Unreadable, unheard
@@ -41,7 +41,7 @@ TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
 MOST_LISTED = 1000  # of what is passed over inside the files of a task; all of it is counted
 USUAL_RATIO = 4  # of text to what it is compressed to, for bars of progress
-REPORT = "task.json"
+REPORT, DONE = "task.json", "done.json"  # the last one has the checksums of the others
 SMALL_BYTES = 2**24  # a source up to here is read once more, to hold out something of it for certain
 
 
@@ -292,28 +292,28 @@ def run(
                 "by_block": cuts.by_block,
             },
         )
+        write_json(beside / DONE, {path.name: checksum(path) for path in sorted(beside.iterdir())})
         for path in (*beside.iterdir(), beside):
             sync(path)
-        if folder.exists() and not is_done(folder, layout):  # what a lost disk or a person left of it
+        if folder.exists() and not is_done(folder):  # what a lost disk or a person left of it
             shutil.rmtree(folder)
         try:
             beside.rename(folder)
         except OSError:
-            if not is_done(folder, layout):  # else another process was faster, with the same bytes
+            if not is_done(folder):  # else another process was faster, with the same bytes
                 raise
         sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def is_done(folder: Path, layout: Layout) -> bool:
-    """Whether all that a task writes is there."""
+def is_done(folder: Path) -> bool:
+    """Whether all that a task writes is there, as it was written."""
     try:
-        counts = read_json(folder / REPORT)["counts"]
-        sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
-    except (UserError, OSError, KeyError, TypeError):
+        names = (REPORT, *(f"{split}.bin" for split in SPLITS))
+        return read_json(folder / DONE) == {name: checksum(folder / name) for name in names}
+    except (UserError, OSError):
         return False
-    return all(sizes[split] == counts[split]["tokens"] * layout.dtype.itemsize for split in SPLITS)
 
 
 def _write(

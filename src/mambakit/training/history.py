@@ -39,7 +39,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     found = []
     if path.is_file():
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(text)
                 if isinstance(line, dict) and isinstance(line.get("step"), int):
                     found.append(line)

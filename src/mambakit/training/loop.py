@@ -94,6 +94,7 @@ class Run:
     clock: Moment | None = None  # when the last recorded step was done, or the one after a break began
     carried: State | None = None  # (rows of a batch) with data.carry_state
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
+    saved_looked_at: int = -1  # of its progress: a stop may have come before the evaluation of its step
     epoch_rows: int | None = None
     changed: list[str] = dataclasses.field(default_factory=list)  # settings, since the checkpoint
     has_trained: bool = False  # whether a step was taken since the run was opened
@@ -147,7 +148,11 @@ def step(run: Run) -> None:
     config, progress = run.config, run.progress
     if run.unrecorded is None:
         run.clock = Moment(run.device)
-    batch = next(run.batches, None)
+    try:
+        batch = next(run.batches, None)
+    except UserError:  # a shard that was cut short, or a batch that is none
+        save(run)
+        raise
     if batch is None:
         save(run)
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; the run is saved")
@@ -257,7 +262,7 @@ def _diverged(run: Run, step: int, what: str) -> RunError:
     return RunError(
         f"training diverged: {what} not finite at step {step:,}. Nothing was saved since step {saved:,}; go on from "
         f"there with a lower learning rate (now {run.config.optim.lr:g}):\n"
-        f"  mambakit train --resume --out {run.folder} --optim.lr {run.config.optim.lr / 3:.1g}"
+        f"  mambakit train --resume --out {run.folder} --optim.lr {min(run.config.optim.lr / 3, 1e-3):.1g}"
     )
 
 
@@ -379,6 +384,8 @@ def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
 def is_save_due(run: Run) -> bool:
     step, config = run.progress.step, run.config.checkpoint
     is_best = config.keep_best and run.progress.best_step == step
+    if step == run.saved_step and run.progress.looked_at != run.saved_looked_at:
+        return True  # it was saved before it was evaluated
     return step not in (0, run.saved_step) and (run.is_done or step % config.every == 0 or is_best)
 
 
@@ -386,11 +393,13 @@ def save(run: Run) -> None:
     """Write a checkpoint of the last finished step, unless there is one."""
     record_last_step(run)
     progress = run.progress
-    if progress.step != run.saved_step:
+    if (progress.step, progress.looked_at) != (run.saved_step, run.saved_looked_at):
         run.display.doing("saving")
+        if not run.metrics.is_in_place():
+            raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
         _check_weights(run)
         folder = native.write(run.folder, progress.step, run.model, run.tokenizer, run.end_tokens, _state(run))
-        run.saved_step = progress.step
+        run.saved_step, run.saved_looked_at = progress.step, progress.looked_at
         run.display.say(f"step {progress.step:,}: saved in {folder}")
         run.display.doing("training")
     tidy(run)

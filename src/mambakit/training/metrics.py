@@ -28,6 +28,7 @@ class MetricsFile:
                 "going on after the last whole one"
             )
             length = _end_of_last_line(path, found)
+        self._path = path
         self._file = path.open("ab")
         self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
@@ -42,6 +43,13 @@ class MetricsFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
+
+    def is_in_place(self) -> bool:
+        """Whether the file is still where it was opened."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
     def close(self) -> None:
         self._file.close()

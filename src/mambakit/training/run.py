@@ -23,8 +23,8 @@ from ..data.foreign import adopt, is_tokens
 from ..data.lanes import document_ranges
 from ..data.loader import Loader
 from ..data.prepare import prepare_once
-from ..data.shards import TOKENIZER, TokenStream, is_shards, read_index
-from ..data.tokenize import open_tokenizer, same_tokenizer
+from ..data.shards import INDEX, TOKENIZER, ShardError, TokenStream, is_shards, read_index, read_tokenizer
+from ..data.tokenize import end_token, open_tokenizer, same_tokenizer, vocab_size
 from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from ..files import LockedError, UserError, lock, replace_json
 from ..model import LayerState, MambaLM, State
@@ -194,7 +194,7 @@ def _check_used(given: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
 def _is_tokenizer_of(folder: Path, spec: str) -> bool:
     if spec == read_index(folder).tokenizer:
         return True
-    theirs = (folder / TOKENIZER).read_text(encoding="utf-8")
+    theirs = read_tokenizer(folder)
     return not spec.startswith("train:") and same_tokenizer(open_tokenizer(spec).to_str(), theirs)
 
 
@@ -262,8 +262,9 @@ def _locked(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                if is_new and {path.name for path in folder.iterdir()} <= {"lock"}:
-                    shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):  # somebody has taken it away
+                    if is_new and {path.name for path in folder.iterdir()} <= {"lock"}:
+                        shutil.rmtree(folder, ignore_errors=True)
     except LockedError as error:
         raise UserError(
             f"the run {folder} is being trained by another process ({error}); wait for it, or stop it"
@@ -296,7 +297,7 @@ def _open(
         torch.set_num_threads(config.parallel.threads)
     keep_freed_memory()
 
-    tokenizer = Tokenizer.from_str((data / TOKENIZER).read_text(encoding="utf-8")) if data else None
+    tokenizer = _tokenizer_of(data) if data else None
     _check_vocabulary(config, data)
     model = _build_model(config, checkpoint, init_from, tokenizer).to(device).train()
     optimizer = make_optimizer(model, config.optim, device)
@@ -350,6 +351,7 @@ def _open(
         progress=progress,
         carried=_carried(state, device) if state else None,
         saved_step=progress.step if checkpoint and _is_of(checkpoint, folder) else -1,
+        saved_looked_at=progress.looked_at,
         epoch_rows=loader.epoch_rows if loader else None,
         changed=changed,
         # A checkpoint is of use if it was the best, and other settings may be at fault where it seems not to be.
@@ -439,6 +441,17 @@ def _open_data(config: RunConfig, folder: Path) -> Path:
     )  # fmt: skip
 
 
+def _tokenizer_of(data: Path) -> Tokenizer:
+    index = read_index(data)
+    tokenizer = Tokenizer.from_str(read_tokenizer(data, index))
+    if (vocab_size(tokenizer), end_token(tokenizer)) != (index.vocab_size, index.end_token):
+        raise ShardError(
+            f"{data / INDEX} is damaged: it says {index.vocab_size} ids, of which {index.end_token} ends a text, but "
+            f"the tokenizer has {vocab_size(tokenizer)}, and {end_token(tokenizer)} does; prepare the data again"
+        )
+    return tokenizer
+
+
 def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
     if data is None and config.model.vocab_size == UNKNOWN_VOCABULARY:
         raise ConfigError("with batches of your own, set model.vocab_size to the number of token ids in them")
@@ -474,6 +487,8 @@ def _build_model(
             f"the data was made with another tokenizer than the model in {source}; "
             f"prepare it with --tokenizer {theirs_file}"
         )
+    if not all(parameter.isfinite().all() for parameter in loaded.parameters()):
+        raise CheckpointError(f"the weights of {source} are not finite; start from another model")
     model.load_state_dict(loaded.state_dict())
     return model
 
