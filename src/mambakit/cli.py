@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -164,7 +165,7 @@ def prepare(
             by = sorted({source["held_out_by"] for source in index.sources.values()})
             _print(f"held out for validation: {held:,} bytes of text, {held / whole:.1%}, by {' and '.join(by)}")
         _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
-        say(f"train on it with\n  mambakit train --data {out}")
+        say(f"train on it with\n  mambakit train --data {shlex.quote(str(out))}")
     return 0
 
 
@@ -240,6 +241,8 @@ def train(
     if write_config is not None:
         if resume is not None:
             raise ConfigError("--write-config writes the config of a new run; leave out --resume")
+        if write_config.exists():
+            raise ConfigError(f"{write_config} exists; choose another name, or remove it first")
         write_config.write_text(write_yaml(resolved(layers, init_from)), encoding="utf-8")
         started = f" --init-from {init_from}" if init_from is not None else ""
         say(f"written to {write_config}; train with\n  mambakit train {write_config}{started}")
@@ -255,7 +258,8 @@ def train(
         })  # fmt: skip
     if result.stopped_by is not None:
         return STOPPED_AFTER_SAVING
-    say(f"try\n  mambakit generate {result.folder} --prompt TEXT\n  mambakit report {result.folder}")
+    place = shlex.quote(str(result.folder))
+    say(f"try\n  mambakit generate {place} --prompt TEXT\n  mambakit report {place}")
     return 0
 
 
@@ -549,6 +553,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if asked else 2
     try:
         name, rest = _find_command(arguments)
+        _check_given(name, rest)
         command = COMMANDS[name]
         status: int = tyro.cli(
             command,
@@ -568,7 +573,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        say("mambakit: interrupted")
+        kept = "; what is done is kept, and the same command goes on from there" if arguments[0] == "prepare" else ""
+        say(f"mambakit: interrupted{kept}")
         return 130
     except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         say(f"mambakit: {error.filename}: {error.strerror}")
@@ -579,6 +585,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again = "with --resume; what was saved before is whole" if arguments[0] == "train" else "again"
         say(f"mambakit: {error.strerror or error}{place}; {mend}, and run the command {again}")
         return 1
+
+
+# What takes a path or a name, which is never empty: an unset variable of a shell would mean the current folder.
+NAMED = (
+    "--out",
+    "--data",
+    "--init-from",
+    "--resume",
+    "--write-config",
+    "--baseline",
+    "--model",
+    "--recipe",
+    "--tokenizer",
+)
+
+
+def _check_given(name: str, words: Sequence[str]) -> None:
+    for number, word in enumerate(words):
+        before = words[number - 1] if number else ""
+        is_path = number == 0 or (number == 1 and name == "convert") or before in NAMED
+        if word == "" and is_path:
+            raise UserError(f"{before if before in NAMED else 'an argument'} is empty; give a name")
 
 
 def _group(arguments: list[str]) -> str:

@@ -89,6 +89,8 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     """Read the run folders and write the report to `out`, whole or not at all."""
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file for the report, such as {out / 'report.html'}")
+    if out.is_file() and b"mambakit report" not in out.read_bytes()[:4096]:
+        raise UserError(f"{out} exists and is no report; name another place with --out")
     records = [read_run(folder) for folder in runs]
     if len({record.name for record in records}) < len(records):  # a/small and b/small: tell them apart by their paths
         records = [replace(record, name=str(folder)) for record, folder in zip(records, runs, strict=True)]

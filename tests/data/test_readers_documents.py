@@ -15,7 +15,6 @@ import pytest
 
 from mambakit.data.documents import Part, Unreadable
 from mambakit.data.readers import epub, html, notebook, pdf, word, xml
-from mambakit.files import UserError
 
 pytest.importorskip("pypdfium2")
 pytest.importorskip("selectolax")
@@ -530,5 +529,5 @@ def test_a_missing_library_is_named_with_its_command(kind: str, library: str, mo
     import_ = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", no_such)
     reader, data = SAMPLES[kind]
-    with pytest.raises(UserError, match=rf"needs {library}: pip install '.*\[documents\]'"):
+    with pytest.raises(Unreadable, match=rf"needs {library}: pip install '.*\[documents\]'"):
         parts_of(reader, data)

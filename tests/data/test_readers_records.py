@@ -21,7 +21,6 @@ import pytest
 
 from mambakit.data.documents import Part, Unreadable
 from mambakit.data.readers import packed, records
-from mambakit.files import UserError
 
 Read = Callable[..., Iterator[Any]]
 
@@ -246,9 +245,9 @@ def test_without_libraries_a_person_is_told_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for read in (records.parquet, records.arrow):
-        with pytest.raises(UserError, match=r"pip install '.*\[datasets\]'"):
+        with pytest.raises(Unreadable, match=r"pip install '.*\[datasets\]'"):
             list(read(io.BytesIO(b"x")))
-    with pytest.raises(UserError, match=r"pip install '.*\[documents\]'"):
+    with pytest.raises(Unreadable, match=r"pip install '.*\[documents\]'"):
         list(packed.unpack(io.BytesIO(b"x"), "a.zst"))
 
 

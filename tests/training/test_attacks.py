@@ -267,3 +267,84 @@ def test_numbers_beyond_all_measure_are_mistakes(
     told = capsys.readouterr().err
     assert words[0].removeprefix("--").replace("-", "_") in told and "need" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_what_it_was_made_of(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
+    corpus = make_corpus(tmp_path / "corpus")
+    tokenizer = finished / "checkpoints/step_00000012/tokenizer.json"
+    config = {**settings(corpus, data={"tokenizer": str(tokenizer)}, train={"steps": 2}), "model": {}}
+    train(config, out=tmp_path / "run", init_from=finished)
+    line = json.loads((tmp_path / "run/history.jsonl").read_text())
+    assert line["data"] == [str(corpus)] and line["init_from"].endswith("step_00000012")
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match=f"are gone; name its data again with --data {corpus}"):
+        train({"train": {"steps": 3}}, out=tmp_path / "run", resume=True)
+    again = {"data": {"path": str(corpus)}, "train": {"steps": 3}}
+    assert train(again, out=tmp_path / "run", resume=True).step == 3
+
+
+def test_a_folder_with_files_of_a_persons_own_is_no_run(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/diary.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(UserError, match="exists and is not empty; choose another --out"):
+            train(settings(shards), out=tmp_path / "notes", resume=resume)
+    assert os.listdir(tmp_path / "notes") == ["diary.txt"]
+
+
+def test_what_mambakit_has_made_is_no_text(finished: Path, shards: Path, tmp_path: Path) -> None:
+    place = tmp_path / "all"
+    make_corpus(place, num_files=8)
+    expected = prepare([place], tmp_path / "before", tokenizer="bytes")
+    shutil.copytree(finished, place / "run")
+    shutil.copytree(shards, place / "shards")
+    shutil.copytree(finished / "checkpoints/step_00000012", place / "mine")
+    found = prepare([place], tmp_path / "after", tokenizer="bytes")
+    assert found.counts == expected.counts
+    with pytest.raises(UserError, match="is a run of mambakit, and no text"):
+        prepare([finished], tmp_path / "never", tokenizer="bytes")
+
+
+EMPTY = [
+    ["verify", ""], ["report", ""], ["generate", "", "--prompt", "a"], ["convert", "", "d", "--to", "native"],
+    ["convert", "RUN", "", "--to", "native"], ["train", "", "--data", "SHARDS"], ["train", "--data", "SHARDS", "--out", ""],
+    ["train", "--data", "SHARDS", "--model", ""], ["train", "--data", "SHARDS", "--init-from", ""],
+    ["train", "--data", "SHARDS", "--write-config", ""], ["train", "--out", "RUN", "--resume", ""],
+    ["evaluate", "RUN", "--data", "SHARDS", "--baseline", ""],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EMPTY, ids=" ".join)
+def test_an_empty_name_is_a_mistake(
+    words: list[str], finished: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """An unset variable of a shell must not mean the folder that one happens to be in."""
+    monkeypatch.chdir(shutil.copytree(finished, tmp_path / "here"))
+    places = {"RUN": str(finished), "SHARDS": str(shards)}
+    assert main([places.get(word, word) for word in words]) == 2
+    assert "is empty; give a name" in capsys.readouterr().err
+
+
+def test_a_persons_files_are_not_written_over(
+    finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("# mine\n")
+    assert main(["train", "--data", str(shards), "--model", "tiny", "--write-config", str(mine)]) == 2
+    assert main(["report", str(finished), "--out", str(mine)]) == 2
+    assert mine.read_text() == "# mine\n" and capsys.readouterr().err.count("mine.yaml exists") == 2
+    for _ in range(2):
+        assert main(["report", str(finished), "--out", str(tmp_path / "report.html")]) == 0
+
+
+def test_a_checkpoint_may_be_named_as_messages_name_it(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    assert main(["train", "--resume", "step_00000009", "--out", str(run)]) == 0
+    assert state_bytes(run, 12) == state_bytes(finished, 12)
+
+
+def test_a_mistake_leaves_no_folder(tmp_path: Path) -> None:
+    assert main(["train", "--data", str(tmp_path / "shrads"), "--out", str(tmp_path / "deep/er/run")]) == 2
+    assert os.listdir(tmp_path) == []

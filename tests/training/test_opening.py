@@ -184,6 +184,7 @@ def test_text_given_to_a_flag_is_text(tmp_path: Path, monkeypatch: pytest.Monkey
     out = tmp_path / "c.yaml"
     assert main(["train", "--data.text-column", "{title}", "--write-config", str(out), "--model", "tiny"]) == 0
     assert yaml.safe_load(out.read_text())["data"]["text_column"] == "{title}"
+    out.unlink()
     assert main(["train", "--data.text-column", "null", "--write-config", str(out), "--model", "tiny"]) == 0
     assert yaml.safe_load(out.read_text())["data"]["text_column"] is None
     lines = [json.dumps({"title": "the cat", "body": "rain " * 20}) for _ in range(40)]

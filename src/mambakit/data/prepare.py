@@ -34,7 +34,7 @@ from .documents import Part, Unreadable
 from .reading import Own, Reading, check_readers, named
 from .separators import KEPT, check_separator, cut
 from .shards import LAYOUTS, SPLITS, Index, Layout, Shard, ShardWriter, SplitCounts
-from .sources import Skipped, list_files
+from .sources import Skipped, list_files, own_folder
 from .tasks import Merged, Settings, Source, Task
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
@@ -140,6 +140,8 @@ class _Options:
             raise UserError(f"workers={workers}: need at least 1")
         if already := [source for source in sources if shards.is_shards(Path(source))]:
             raise UserError(f"{already[0]} is a folder of shards already; train on it as it is")
+        if made := [source for source in sources if own_folder(Path(source)) is not None]:
+            raise UserError(f"{made[0]} is {own_folder(Path(made[0]))}, and no text; name the text itself")
         _check_apart([os.path.realpath(source) for source in sources if not str(source).startswith("hf:")])
         check_spec(tokenizer)
         check_readers(readers or {})

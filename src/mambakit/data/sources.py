@@ -55,6 +55,9 @@ def list_files(source: str, leave_out: Path | None = None) -> Iterator[SourceFil
 def _walk(folder: Path, root: Path, leave_out: str | None) -> Iterator[SourceFile | Skipped]:
     if leave_out is not None and os.path.realpath(folder) == leave_out:
         return
+    if (what := own_folder(folder)) is not None:
+        yield Skipped(folder, what)
+        return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -80,6 +83,23 @@ def _walk(folder: Path, root: Path, leave_out: str | None) -> Iterator[SourceFil
             yield Skipped(path, "a link that leads nowhere")
         else:
             yield Skipped(path, "a link to a folder" if entry.is_symlink() else "not a file")
+
+
+def own_folder(folder: Path) -> str | None:
+    """What mambakit has made of a folder, whose files are no text of a person's; None for any other."""
+    if (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
+        return "a run of mambakit"
+    for name, mark, what in (
+        ("index.json", b'"mambakit-shards"', "shards of mambakit"),
+        ("manifest.json", b'"mambakit-checkpoint"', "a checkpoint of mambakit"),
+    ):
+        try:
+            with (folder / name).open("rb") as file:
+                if mark in file.read(200):
+                    return what
+        except OSError:
+            continue
+    return None
 
 
 def _is_inside(path: Path, root: Path) -> bool:

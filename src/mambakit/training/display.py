@@ -80,6 +80,8 @@ class Display:
 
     def evaluated(self, record: dict[str, Any]) -> None:
         self.last_eval = record
+        if self._live:
+            self._live.update(self._table())
         bits = record.get("bits_per_byte")
         more = f", {bits:.3f} bits per byte" if bits is not None else ""
         self.say(f"step {record['step']:,}: validation loss {record['loss']:.4f}{more}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from datetime import datetime, timezone
@@ -17,7 +18,21 @@ from ..measure import environment
 NAME = "history.jsonl"
 
 
-def note(run: Path, step: int, device: torch.device, dtype: torch.dtype, changed: list[str]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a new run was made of: the data as it was named, and the model it started from."""
+
+    data: tuple[str, ...] = ()
+    init_from: str = ""
+
+
+def named_data(run: Path) -> str:
+    """The data as the run's beginning named it, for a message."""
+    named: list[Any] = next((line["data"] for line in _read(run / NAME) if isinstance(line.get("data"), list)), [])
+    return " ".join(str(path) for path in named)
+
+
+def note(run: Path, step: int, device: torch.device, dtype: torch.dtype, changed: list[str], origin: Origin) -> None:
     """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped."""
     about = environment(device)
     line = {
@@ -27,6 +42,7 @@ def note(run: Path, step: int, device: torch.device, dtype: torch.dtype, changed
         "dtype": str(dtype).removeprefix("torch."),
         "versions": about["versions"],
         "changed": changed,
+        **{name: value for name, value in dataclasses.asdict(origin).items() if value},
     }
     kept = [other for other in _read(run / NAME) if other["step"] < step]
     beside = run / f".{NAME}.{os.getpid()}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,7 @@ class Run:
     saved_looked_at: int = -1  # of its progress: a stop may have come before the evaluation of its step
     epoch_rows: int | None = None
     changed: list[str] = dataclasses.field(default_factory=list)  # settings, since the checkpoint
+    origin: history.Origin = dataclasses.field(default_factory=history.Origin)  # of a new run
     has_trained: bool = False  # whether a step was taken since the run was opened
     proven_step: int = -1  # the last one whose weights have given a finite loss
     new_records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -252,17 +254,17 @@ def record_last_step(run: Run) -> None:
 def _note_beginning(run: Run, step: int) -> None:
     """The config on disk is that of the last step: it changes with the first one that is taken."""
     replace_json(run.folder / "config.json", run.config.to_json())
-    history.note(run.folder, step, run.device, run.dtype, run.changed)
+    history.note(run.folder, step, run.device, run.dtype, run.changed, run.origin)
     run.has_trained = True
 
 
 def _diverged(run: Run, step: int, what: str) -> RunError:
     """What is told of a run whose numbers are no numbers any more; nothing of that is saved."""
-    saved = max(0, run.saved_step)
+    saved, lower = max(0, run.saved_step), min(run.config.optim.lr / 3, 1e-3)
     return RunError(
         f"training diverged: {what} not finite at step {step:,}. Nothing was saved since step {saved:,}; go on from "
         f"there with a lower learning rate (now {run.config.optim.lr:g}):\n"
-        f"  mambakit train --resume --out {run.folder} --optim.lr {min(run.config.optim.lr / 3, 1e-3):.1g}"
+        f"  mambakit train --resume --out {shlex.quote(str(run.folder))} --optim.lr {lower:.1g}"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_m
 from ..files import LockedError, UserError, lock, replace_json
 from ..model import LayerState, MambaLM, State
 from ..progress import say, silence
+from . import history
 from .display import Display
+from .history import Origin
 from .loop import Progress, Run, loop, save, tidy
 from .metrics import MetricsFile, matmul_flops
 from .optim import load_optimizer_tensors, make_optimizer
@@ -41,6 +45,7 @@ from .summary import introduce, sum_up, warn_of_jump
 
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
+LEFT_AT_ONCE = {"lock", "parameters.txt"}  # what a run has that was killed before its first step
 FOR_TEXT = ("tokenizer", "val_fraction", "text_column", "separator")  # settings of the data
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -147,9 +152,11 @@ def _opened(
     """A run, locked and ready to train."""
     if out is None and resume:
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
-    if not str(out or "run").strip():
+    if out is not None and not str(out):
         raise ConfigError("--out is empty; name a folder for the run")
     folder = Path(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if not isinstance(resume, bool) and not Path(resume).exists() and (folder / "checkpoints" / resume).is_dir():
+        resume = folder / "checkpoints" / resume  # by its name alone, as messages have it
     stored = _stored_layers(folder, resume)
     if resume and (native.checkpoints(folder) or not isinstance(resume, bool)):
         init_from = None  # the run has begun; its weights are in its checkpoints
@@ -159,6 +166,12 @@ def _opened(
     if not config.data.path and batches is None:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
+    if stored and config.data.path and not os.path.lexists(config.data.path[0]) and batches is None:
+        named = history.named_data(folder)
+        raise UserError(
+            f"the shards of this run, {config.data.path[0]}, are gone; name its data again with --data"
+            f"{f' {named}' if named else ', as when it was begun'}"
+        )
     choose_dtype(config.train.precision, choose_device(config.parallel.device))
     with _locked(folder):
         run = _open(folder, layers, batches, resume, source, is_new=not stored)
@@ -209,7 +222,7 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
         yield from loop(run)
     except StopRequested:
         say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n"
-            f"  mambakit train --resume --out {run.folder}")  # fmt: skip
+            f"  mambakit train --resume --out {shlex.quote(str(run.folder))}")  # fmt: skip
     else:
         sum_up(run)
 
@@ -227,6 +240,8 @@ def _stored_layers(folder: Path, resume: bool | str | Path) -> list[Mapping[str,
     exists = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists() or checkpoints
     if exists and not resume:
         raise UserError(f"the run {folder} exists; go on with it by --resume, or choose another --out")
+    if not exists and folder.is_dir() and {path.name for path in folder.iterdir()} - LEFT_AT_ONCE:
+        raise UserError(f"{folder} exists and is not empty; choose another --out for the run")
     if not isinstance(resume, bool):
         return [native.read_state(Path(resume)).config]
     if (folder / "config.json").exists():
@@ -255,7 +270,7 @@ def _layers_of_model(source: Path | None) -> list[Mapping[str, Any]]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of the run; a folder made for it goes again if nothing came of it."""
-    is_new = not folder.exists()
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock(folder / "lock"):
@@ -263,8 +278,11 @@ def _locked(folder: Path) -> Iterator[None]:
                 yield
             finally:
                 with contextlib.suppress(FileNotFoundError):  # somebody has taken it away
-                    if is_new and {path.name for path in folder.iterdir()} <= {"lock"}:
+                    if made and {path.name for path in folder.iterdir()} <= {"lock"}:
                         shutil.rmtree(folder, ignore_errors=True)
+                        for parent in made[1:]:
+                            with contextlib.suppress(OSError):
+                                parent.rmdir()
     except LockedError as error:
         raise UserError(
             f"the run {folder} is being trained by another process ({error}); wait for it, or stop it"
@@ -282,7 +300,7 @@ def _open(
 ) -> Run:
     checkpoint = _find_checkpoint(folder, resume)
     state = native.read_state(checkpoint) if checkpoint else None
-    config = resolve(*layers)
+    config = config_given = resolve(*layers)
     device = choose_device(config.parallel.device)
     data = _open_data(config, folder) if config.data.path else None
     if data:
@@ -298,8 +316,9 @@ def _open(
     keep_freed_memory()
 
     tokenizer = _tokenizer_of(data) if data else None
+    _check_same_tokenizer(checkpoint or init_from, tokenizer)
     _check_vocabulary(config, data)
-    model = _build_model(config, checkpoint, init_from, tokenizer).to(device).train()
+    model = _build_model(config, checkpoint, init_from).to(device).train()
     optimizer = make_optimizer(model, config.optim, device)
     progress = Progress()
     if state:
@@ -354,6 +373,7 @@ def _open(
         saved_looked_at=progress.looked_at,
         epoch_rows=loader.epoch_rows if loader else None,
         changed=changed,
+        origin=Origin(config_given.data.path if is_new else (), str(init_from or "")),
         # A checkpoint is of use if it was the best, and other settings may be at fault where it seems not to be.
         proven_step=progress.step if changed or progress.best_step == progress.step else -1,
     )
@@ -452,6 +472,17 @@ def _tokenizer_of(data: Path) -> Tokenizer:
     return tokenizer
 
 
+def _check_same_tokenizer(source: Path | None, tokenizer: Tokenizer | None) -> None:
+    """Ids mean something to a model only by the tokenizer it has learned with."""
+    theirs = source / TOKENIZER if source else None
+    if theirs is None or tokenizer is None or not theirs.is_file():
+        return
+    if not same_tokenizer(theirs.read_text(encoding="utf-8"), tokenizer.to_str()):
+        raise CheckpointError(
+            f"the data was made with another tokenizer than the model in {source}; prepare it with --tokenizer {theirs}"
+        )
+
+
 def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
     if data is None and config.model.vocab_size == UNKNOWN_VOCABULARY:
         raise ConfigError("with batches of your own, set model.vocab_size to the number of token ids in them")
@@ -463,9 +494,7 @@ def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
         )
 
 
-def _build_model(
-    config: RunConfig, checkpoint: Path | None, init_from: Path | None, tokenizer: Tokenizer | None
-) -> MambaLM:
+def _build_model(config: RunConfig, checkpoint: Path | None, init_from: Path | None) -> MambaLM:
     torch.manual_seed(config.train.seed)
     model = MambaLM(config.model)
     source = checkpoint or init_from
@@ -480,13 +509,6 @@ def _build_model(
     ]
     if different:
         raise CheckpointError(f"{source} holds another model: {'; '.join(different)}")
-    theirs_file = source / TOKENIZER
-    ours = tokenizer.to_str() if tokenizer is not None and theirs_file.is_file() else None
-    if ours is not None and not same_tokenizer(theirs_file.read_text(encoding="utf-8"), ours):
-        raise CheckpointError(
-            f"the data was made with another tokenizer than the model in {source}; "
-            f"prepare it with --tokenizer {theirs_file}"
-        )
     if not all(parameter.isfinite().all() for parameter in loaded.parameters()):
         raise CheckpointError(f"the weights of {source} are not finite; start from another model")
     model.load_state_dict(loaded.state_dict())

@@ -30,7 +30,7 @@ WIDEST_AT_HIGH_RATE = 256  # d_model up to which a short run's learning rate is 
 # The share of the matrix rate that a training step comes to, for want of a measurement.
 USUAL_MFU = {"cpu": 0.5, "cuda": 0.35}
 # Of a micro-batch, however small: launches, and the host. And before the first step: compiling.
-LEAST_SECONDS = {"cuda": 3e-3}
+LEAST_SECONDS = {"cpu": 2e-2, "cuda": 3e-3}
 STARTING_SECONDS = {"cpu": 2.0, "cuda": 15.0}
 # Bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
 KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}

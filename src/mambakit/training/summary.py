@@ -30,12 +30,16 @@ def introduce(run: Run, checkpoint: Path | None) -> None:
     if run.train_data:
         counts, held_out = run.train_data.counts, run.val_data.counts.tokens if run.val_data else 0
         say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
-    say(
-        f"steps of {config.train.batch_tokens:,} tokens: {config.batch_rows} rows of {config.data.sequence_length}, "
-        f"{config.micro_batch_rows} at once; learning rate {config.optim.lr:g}, {config.optim.schedule}"
-    )
     left = run.total_steps - run.progress.step
-    if left > 0:
+    if run.train_data is None:
+        say(f"{left:,} steps on batches of your own; learning rate {config.optim.lr:g}, {config.optim.schedule}")
+    else:
+        rows = f"{config.batch_rows} rows of {config.data.sequence_length}, {config.micro_batch_rows} at once"
+        say(
+            f"steps of {config.train.batch_tokens:,} tokens: {rows}; learning rate {config.optim.lr:g}, "
+            f"{config.optim.schedule}"
+        )
+    if left > 0 and run.train_data:
         ahead = cost(config, left, run.epoch_rows, run.device, run.dtype, run.matmul_flops)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
         for warning in ahead.warnings():

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, cast
 
-from ...files import UserError, pip_command
+from ...files import pip_command
 from ..documents import Unreadable
 
 MEMBER_BYTES = 2**32  # the most that comes out of one file or member
@@ -182,7 +182,7 @@ def _decompressor(suffix: str) -> Callable[[], Any]:
     try:
         import zstandard
     except ImportError:
-        raise UserError(f"reading .zst files needs zstandard: {pip_command('documents')}") from None
+        raise Unreadable(f"needs zstandard: {pip_command('documents')}") from None
     return lambda: zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
 
 

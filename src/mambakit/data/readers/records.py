@@ -19,7 +19,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
-from ...files import UserError, pip_command
+from ...files import pip_command
 from ..documents import Note, Part, Unreadable, unheard
 from . import encodings, text
 
@@ -348,7 +348,7 @@ def _pyarrow() -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"reading Parquet and Arrow files needs pyarrow: {pip_command('datasets')}") from None
+        raise Unreadable(f"needs pyarrow: {pip_command('datasets')}") from None
     return pyarrow
 
 

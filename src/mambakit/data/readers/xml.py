@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
-from ...files import UserError, pip_command
+from ...files import pip_command
 from ..documents import Part, Unreadable
 from . import encodings
 from .html import CONTROLS, SPACE
@@ -62,7 +62,7 @@ def events(stream: BinaryIO) -> Iterator[Event]:
     try:
         from lxml import etree
     except ImportError:
-        raise UserError(f"reading XML needs lxml: {pip_command('documents')}") from None
+        raise Unreadable(f"needs lxml: {pip_command('documents')}") from None
     met = _Events()
     parser = etree.XMLParser(
         target=met, encoding="utf-8", resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False
