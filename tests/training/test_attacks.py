@@ -24,13 +24,6 @@ from mambakit.training.stopping import StopRequested
 from mambakit.verify import verify
 
 
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("finished") / "run"
-    train(settings(shards), out=run)
-    return run
-
-
 def test_a_stop_in_the_last_evaluation_leaves_the_same_checkpoint_in_the_end(
     shards: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,13 +22,6 @@ from mambakit.training.run import train
 from mambakit.verify import verify
 
 
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("finished") / "run"
-    train(settings(shards), out=run)
-    return run
-
-
 @pytest.mark.parametrize(("every", "keep_last"), [(1, 1), (1, 2), (100, 1)])
 def test_a_run_that_diverges_after_a_resume_keeps_its_good_checkpoints(
     every: int, keep_last: int, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

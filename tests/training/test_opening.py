@@ -23,13 +23,6 @@ from mambakit.training.sizing import Cost, cost, unsaid
 from mambakit.verify import verify
 
 
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("finished") / "run"
-    train(settings(shards), out=run)
-    return run
-
-
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "copy")

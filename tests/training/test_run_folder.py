@@ -35,13 +35,6 @@ from mambakit.verify import verify
 KILLS = int(os.environ.get("MAMBAKIT_TEST_KILLS", "8"))
 
 
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("finished") / "run"
-    train(settings(shards), out=run)
-    return run
-
-
 def test_a_checkpoint_opens_in_transformers_and_in_mambakit_as_it_stands(finished: Path) -> None:
     folder = finished / "checkpoints/step_00000012"
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
