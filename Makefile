@@ -1,6 +1,7 @@
-# make test   everything a change must pass, in a virtualenv of its own, on the wheel a user would install
-# make demo   train a small model on this machine, from the same wheel
-# make lint   ruff and mypy
+# make test       what a change must pass, in a virtualenv of its own, on the wheel a user would install
+# make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
+# make demo       train a small model on this machine, from the same wheel
+# make lint       ruff and mypy
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,10 +9,15 @@ BIN := $(VENV)/bin
 
 SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -path '*/__pycache__/*')
 
-.PHONY: test demo lint bench clean
+LONG := tests/training tests/data/test_readers_encodings.py tests/data/test_isolated.py tests/data/test_tasks.py
+
+.PHONY: test test-long demo lint bench clean
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG))
+
+test-long: $(VENV)/.installed
+	$(BIN)/python -m pytest $(LONG)
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
