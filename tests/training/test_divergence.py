@@ -90,6 +90,21 @@ def test_a_first_step_that_diverges_leaves_the_best_where_it_is(
     assert native.find(run).name == "step_00000012"
 
 
+def test_the_weights_that_a_run_began_with_are_never_set_aside(
+    finished: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No seed would make them again."""
+
+    def no_number(*arguments: Any) -> tuple[torch.Tensor, None]:
+        return torch.tensor(math.nan, dtype=torch.float64), None
+
+    monkeypatch.setattr(loop_module, "_accumulate", no_number)
+    config = {**settings(shards), "model": {}}
+    with pytest.raises(RunError, match="the loss is not finite at step 1"):
+        train(config, out=tmp_path / "run", init_from=finished)
+    assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [0]
+
+
 def spoiled(finished: Path, place: Path) -> Path:
     """A run whose newest and best checkpoint has weights that are not finite, as an earlier version saved them."""
     run = shutil.copytree(finished, place)

@@ -374,8 +374,9 @@ def _open(
         epoch_rows=loader.epoch_rows if loader else None,
         changed=changed,
         origin=Origin(config_given.data.path if is_new else (), str(init_from or "")),
-        # A checkpoint is of use if it was the best, and other settings may be at fault where it seems not to be.
-        proven_step=progress.step if changed or progress.best_step == progress.step else -1,
+        # A checkpoint is of use if it was the best, or has the weights that the run began with; and other settings may
+        # be at fault where it seems not to be.
+        proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
     )
     introduce(run, checkpoint)
     if state:
