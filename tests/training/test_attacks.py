@@ -220,7 +220,8 @@ def test_a_command_whose_output_is_closed_does_its_work(
     command: str, finished: Path, shards: Path, tmp_path: Path
 ) -> None:
     words = {"evaluate": f"--data {shards}", "convert": f"{tmp_path / 'out'} --to huggingface"}
-    line = f"{sys.executable} -m mambakit {command} {finished} {words.get(command, '')} >&-"
+    run = shutil.copytree(finished, tmp_path / "run")
+    line = f"{sys.executable} -m mambakit {command} {run} {words.get(command, '')} >&-"
     done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
