@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import lzma
+import math
 import re
 import shlex
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from runs import WORDS, make_corpus, make_shards, metrics, settings
+from safetensors.torch import load_file, save_file
 
 from mambakit import presets
 from mambakit.checkpoint import huggingface
@@ -168,7 +170,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model": (["generate", "empty", "--prompt", "a"], "config.json does not exist"),
     "no folder": (["evaluate", "nowhere", "--data", "mixed"], "nowhere is not a folder"),
     "command": (["trian"], "there is no command 'trian'; did you mean train?"),
-    "verify what": (["verify"], "there is nothing to verify; name shard folders, checkpoints or runs"),
+    "verify what": (["verify"], "there is nothing to verify; name shard folders, checkpoints, runs or model folders"),
     "report nothing": (["report", "mixed"], "mixed holds no config.json"),
     "stream": (["generate", "empty", "--prompt", "a", "b", "--stream"], "--stream prints one text as it comes"),
 }  # fmt: skip
@@ -256,7 +258,20 @@ def test_verify_says_what_is_wrong_and_fails(shards: Path, tmp_path: Path, capsy
 def test_verify_looks_at_every_path(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "nothing"), str(shards)]) == 2
     told = capsys.readouterr().out
-    assert "nothing is no shard folder, checkpoint or run" in told and f"{shards}: good" in told
+    assert "nothing is no shard folder, checkpoint, run or model" in told and f"{shards}: good" in told
+
+
+def test_a_model_folder_is_verified_by_opening_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(run), str(tmp_path / "model"), "--to", "huggingface"]) == 0
+    assert main(["verify", str(tmp_path / "model")]) == 0
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["backbone.layers.0.mixer.D"][0] = math.nan
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "model")]) == 2
+    assert "weights that are not finite: backbone.layers.0.mixer.D" in capsys.readouterr().out
 
 
 def test_the_report_shows_the_evaluation_that_was_made(run: Path, shards: Path) -> None:

@@ -131,6 +131,13 @@ def test_numbers_are_read_as_people_write_them() -> None:
     )
 
 
+def test_a_path_in_a_config_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = resolve({"data": {"path": ["~/notes", "hf:~x", "b~c"], "tokenizer": "~/tokenizer.json"}})
+    assert config.data.path == ("/home/me/notes", "hf:~x", "b~c")
+    assert config.data.tokenizer == "/home/me/tokenizer.json"
+
+
 def test_a_config_survives_being_written_and_read(tmp_path: Path) -> None:
     for name, preset in MODELS.items():
         config = resolve({"model": name, "train": {"epochs": 1.5}, "data": "text"}, vocab_size=300)

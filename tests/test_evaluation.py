@@ -199,6 +199,31 @@ def test_bad_questions_are_told(model: Path, tmp_path: Path) -> None:
         evaluate(model, [corpus], baselines=["../nothing"], device="cpu")
 
 
+def test_text_is_read_as_prepare_reads_it(model: Path, shards: Path, tmp_path: Path) -> None:
+    _records(tmp_path / "a.jsonl", [{"title": "one two", "body": "three"}, {"title": "four", "body": "five, six"}])
+    (tmp_path / "b.txt").write_text("one two: three<END>four: five, six<END>")
+    columns = evaluate(model, tmp_path / "a.jsonl", text_column="{title}: {body}", baselines=["gzip"], device="cpu")
+    cut = evaluate(model, tmp_path / "b.txt", separator="<END>", baselines=["gzip"], device="cpu")
+    assert [result.documents for result in columns.results] == [2, 2] and columns.split == "all"
+    for ours, theirs in zip(columns.results, cut.results, strict=True):
+        assert (ours.loss, ours.bytes, ours.bits_per_byte) == (theirs.loss, theirs.bytes, theirs.bits_per_byte)
+    with pytest.raises(UserError, match="separator says how text is read, but .* holds tokens"):
+        evaluate(model, shards, separator="<END>", device="cpu")
+
+
+def test_a_misspelt_gzip_is_not_looked_for_elsewhere(model: Path, shards: Path) -> None:
+    with pytest.raises(UserError, match="did you mean gzip"):
+        evaluate(model, shards, baselines=["gizp"], device="cpu")
+
+
+def test_fewer_samples_than_asked_for_are_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text("only this document, of a few words")
+    assert len(evaluate(model, tmp_path / "one.txt", samples=3, device="cpu").samples) == 1
+    assert "1 samples in place of 3" in capsys.readouterr().err
+
+
 # What a file of text would not give back: a byte-order mark, carriage returns, a document of white space.
 ODD = [
     "\ufeffbegins with a mark",

@@ -131,7 +131,7 @@ def test_a_page_shows_every_plot_number_sample_and_setting_of_a_run(tmp_path: Pa
     records = [_train(step) for step in range(1, 301)]
     records += [_eval(100, 2.5), _eval(200, 2.25), _eval(300, 2.375), _sample(300, "def ", "f(x):\n    return x\n")]
     results = [
-        {"model": "step 300", "loss": 2.25, "targets": 1234567, "window": None},
+        {"model": "step 300", "loss": 2.25, "word_perplexity": 5e17, "targets": 1234567, "window": None},
         {"model": "gzip -9", "bits_per_byte": 2.125},
     ]
     evaluation = {
@@ -155,8 +155,8 @@ def test_a_page_shows_every_plot_number_sample_and_setting_of_a_run(tmp_path: Pa
     assert page.row("Peak memory") == ["1.50 GiB"]
     assert set(page.data["plots"]["memory_bytes"][0]["values"]) == {1.5}
     assert page.texts["pre"] == ["def f(x):\n    return x\n"]
-    assert page.row("step 300") == ["2.2500", "–", "–", "–", "1,234,567", "–", "–", "–"]
-    assert page.row("gzip -9") == ["–", "–", "–", "2.1250", "–", "–", "–", "–"]
+    assert page.row("step 300") == ["whole", "2.2500", "–", "5.000e+17", "–", "1,234,567", "–", "–"]
+    assert page.row("gzip -9") == ["–", "–", "–", "–", "2.1250", "–", "–", "–"]
     assert "step_00000300 · text · val · 2026-11-15T10:00:00Z" in page.source
     assert page.row("d_model") == ["64"]
     assert page.row("betas") == ["[0.9, 0.95]"]

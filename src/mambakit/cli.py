@@ -22,6 +22,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from . import __version__
 from .config import SECTIONS, ConfigError, read_config, read_yaml, write_yaml
 from .files import RunError, UserError, is_full
+from .presets import MODELS
 from .progress import for_stdout, say
 
 
@@ -29,19 +30,20 @@ def _flags() -> Any:
     """A type with a flag --section.field for every setting; those that are not given are not in it."""
     sections = {}
     for section, settings in SECTIONS.items():
-        flags = {name: _flag(field) for name, field in settings.model_fields.items()}
+        by_preset = {name for preset in MODELS.values() for name in preset} if section == "model" else set()
+        flags = {name: _flag(field, name in by_preset) for name, field in settings.model_fields.items()}
         if section == "model":
             flags["preset"] = Annotated[str, arg(metavar="NAME", help="a model by name; the same as --model NAME")]
         sections[section] = TypedDict(f"{section.capitalize()}Flags", flags, total=False)  # type: ignore[operator]
     return TypedDict("SettingsFlags", sections, total=False)  # type: ignore[operator]
 
 
-def _flag(field: FieldInfo) -> Any:
+def _flag(field: FieldInfo, by_preset: bool) -> Any:
     """A flag whose value is text here: the config reads it as YAML and checks it together with all the others."""
     default = field.default
-    hint = "(default: the preset's)" if default is PydanticUndefined else f"(default: {_plain(default)})"
+    hint = "the preset's" if by_preset or default is PydanticUndefined else _plain(default)
     several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
-    described = arg(metavar=_metavar(field.annotation), help=field.description or "", help_behavior_hint=hint)
+    described = arg(metavar=_metavar(field.annotation), help=field.description or "", help_behavior_hint=f"(default: {hint})")
     return Annotated[tuple[str, ...] if several else str, described]
 
 
@@ -95,6 +97,8 @@ else:
 # Words that may follow one another, and may follow the flag given again.
 Words = tuple[tuple[str, ...], ...]
 Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
+TextColumn = Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\\n\\n{text}'; found by itself unless set", help_behavior_hint="")]  # fmt: skip
+Separator = Annotated[str | None, arg(metavar="TEXT", help="what stands between the documents of one file, such as '<|endoftext|>'; none keeps such markers as letters of the text; where it is not set, they are kept too, and reported", help_behavior_hint="")]  # fmt: skip
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
 
 
@@ -107,8 +111,8 @@ def prepare(
     workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
     strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
     layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
-    text_column: Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\\n\\n{text}'; found by itself unless set", help_behavior_hint="")] = None,
-    separator: Annotated[str | None, arg(metavar="TEXT", help="what stands between the documents of one file, such as '<|endoftext|>'; none keeps such markers as letters of the text; where it is not set, they are kept too, and reported", help_behavior_hint="")] = None,
+    text_column: TextColumn = None,
+    separator: Separator = None,
     min_characters: Annotated[int, arg(help="leave out documents that are shorter")] = 0,
     copies: Annotated[Literal["keep", "exact", "near"], arg(help="leave out documents that are copies of earlier ones: exact, or near ones too (most runs of five words shared)")] = "keep",
     task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
@@ -134,7 +138,7 @@ def prepare(
         raise UserError("--out is empty; name the folder of shards to make")
     options: dict[str, Any] = {
         "tokenizer": tokenizer, "val_fraction": val_fraction, "workers": workers, "strict": strict, "layout": layout,
-        "text_column": text_column if text_column is None else text_column.replace("\\n", "\n"), "separator": separator,
+        "text_column": _with_newlines(text_column), "separator": separator,
         "min_characters": min_characters, "copies": copies,
     }  # fmt: skip
     if task is not None:
@@ -167,6 +171,11 @@ def prepare(
         _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
         say(f"train on it with\n  mambakit train --data {shlex.quote(str(out))}")
     return 0
+
+
+def _with_newlines(text_column: str | None) -> str | None:
+    """A shell has no easy way to write a newline."""
+    return None if text_column is None else text_column.replace("\\n", "\n")
 
 
 def _as_flags(options: dict[str, Any]) -> list[str]:
@@ -273,6 +282,8 @@ def evaluate(
     samples: Annotated[int, arg(help="texts to write from the beginnings of documents")] = 0,
     max_tokens: Annotated[int | None, arg(metavar="INT", help="evaluate on about so many tokens, spread over the documents", help_behavior_hint="")] = None,
     batch_rows: Annotated[int, arg(help="documents read side by side")] = 8,
+    text_column: TextColumn = None,
+    separator: Separator = None,
     device: Device = "auto",
     json: Json = False,
 ) -> int:  # fmt: skip
@@ -289,7 +300,8 @@ def evaluate(
 
     found = run(
         checkpoint, _flat(data), split=split, window=window, baselines=_flat(baseline), samples=samples,
-        max_tokens=max_tokens, batch_rows=batch_rows, device=device,
+        max_tokens=max_tokens, batch_rows=batch_rows, text_column=_with_newlines(text_column), separator=separator,
+        device=device,
     )  # fmt: skip
     if json:
         _print_json(found.to_json())
@@ -419,11 +431,13 @@ def report(
 
 
 def verify(
-    path: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH", help="shard folders, checkpoints and runs")],
+    path: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH", help="shard folders, checkpoints, runs and model folders")],
     /,
     json: Json = False,
 ) -> int:
     """Read everything, compare it with its checksums, and say what is wrong.
+
+    A model folder in Hugging Face's or state-spaces' form has no checksums: it is opened, and its weights looked at.
 
     For example:
       mambakit verify shards
@@ -432,7 +446,7 @@ def verify(
     from .verify import verify as run
 
     if not path:
-        raise ConfigError("there is nothing to verify; name shard folders, checkpoints or runs")
+        raise ConfigError("there is nothing to verify; name shard folders, checkpoints, runs or model folders")
     problems: dict[str, list[str]] = {}
     for folder in path:
         try:

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -284,7 +285,18 @@ class DataConfig(Settings):
     @field_validator("path", mode="before")
     @classmethod
     def _one_path(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+        paths = (value,) if isinstance(value, str) else value
+        return [_at_home(path) for path in paths] if isinstance(paths, list | tuple) else paths
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _tokenizer_at_home(cls, value: Any) -> Any:
+        return _at_home(value)
+
+
+def _at_home(path: Any) -> Any:
+    """A path in a file may begin with ~, which no shell has replaced."""
+    return os.path.expanduser(path) if isinstance(path, str) and path.startswith("~") else path
 
 
 class OptimConfig(Settings):

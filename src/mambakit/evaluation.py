@@ -10,6 +10,7 @@ Where parts of a text are not learned (prompts, what a user says), all figures a
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -50,6 +51,7 @@ SAMPLE_TOKENS = 16  # of a document that a sample goes on from
 SAMPLE_ROWS = 32  # samples that are written side by side
 BLOCK = 2**20  # tokens that are looked at in one go
 GZIP = "gzip"
+ALL = "all"  # what is evaluated of text, or of files of tokens, which have no splits
 LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not give back the text that it was given
 
 
@@ -140,6 +142,8 @@ def evaluate(
     samples: int = 0,
     max_tokens: int | None = None,
     batch_rows: int = ROWS,
+    text_column: str | None = None,
+    separator: str | None = None,
     device: str = "auto",
     precision: str = "auto",
 ) -> Evaluation:
@@ -147,7 +151,7 @@ def evaluate(
     files and folders. That of a run is noted there, for its report.
 
     `window` adds a line with documents cut to that many tokens of context. A baseline is `gzip`, a model folder, or a
-    Hugging Face name; each sees the same bytes.
+    Hugging Face name; each sees the same bytes. `text_column` and `separator` say how text is read, as for `prepare`.
     """
     data = [data] if isinstance(data, str | Path) else data
     baselines = [baselines] if isinstance(baselines, str) else baselines
@@ -155,14 +159,15 @@ def evaluate(
     place = choose_device(device)
     dtype = choose_dtype(precision, place)
     opened = [_open_baseline(name) for name in baselines]
-    folder = native.find(Path(model)) if Path(model).is_dir() else Path(model)
+    folder = native.find(Path(model))
     loaded = load(folder)
     if loaded.tokenizer is None:
         raise CheckpointError(f"{folder} has no tokenizer.json; text cannot be evaluated without one")
     tokenizer = whole_texts(loaded.tokenizer)
     network = loaded.model.to(place)
     with ExitStack() as stack:
-        text = _open_text(data, split, tokenizer, folder, stack, max_tokens)
+        sources = _Sources([str(path) for path in data], text_column, separator)
+        text = _open_text(sources, split, tokenizer, folder, stack, max_tokens)
         _check_ids(str(folder), text.stream, network.config.padded_vocab_size)
         texts = [_in_tokens_of(baseline, text, stack) for baseline in opened]
         results = [
@@ -172,7 +177,7 @@ def evaluate(
         for baseline, same_text in zip(opened, texts, strict=True):
             results.append(_evaluate_baseline(baseline, same_text, place, dtype, batch_rows, window))
         written = _samples(network, text, loaded.end_tokens, samples)
-    found = Evaluation(str(folder), [str(path) for path in data], split, results, written)
+    found = Evaluation(str(folder), sources.names, split if is_shards(Path(data[0])) else ALL, results, written)
     try:
         keep_in_run(Path(model), found)
     except OSError as error:
@@ -222,17 +227,45 @@ class _Document:
     ends: bool  # whether it has such a token: one that is cut short has not
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """Where text is, and how it is read."""
+
+    names: list[str]
+    text_column: str | None
+    separator: str | None
+
+    def tokenized(self, tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-")))
+        tokenizer.save(str(folder / "given.json"))
+        prepare(
+            self.names, folder / "shards", tokenizer=str(folder / "given.json"), val_fraction=0,
+            text_column=self.text_column, separator=self.separator,
+        )  # fmt: skip
+        return TokenStream(folder / "shards", "train")
+
+    def documents(self) -> Iterator[str]:
+        found = documents(self.names, text_column=self.text_column, separator=self.separator)
+        return (document for _, document in found)
+
+    def check_unused(self) -> None:
+        """Tokens are as they are, however text would be read."""
+        for name in ("text_column", "separator"):
+            if getattr(self, name) is not None:
+                raise UserError(f"{name} says how text is read, but {self.names[0]} holds tokens; leave it out")
+
+
 class _Text:
     """The documents to be predicted, as tokens and as text."""
 
     def __init__(
-        self, stream: TokenStream, ranges: list[Range], tokenizer: Tokenizer, sources: Sequence[str] = ()
+        self, stream: TokenStream, ranges: list[Range], tokenizer: Tokenizer, sources: _Sources | None = None
     ) -> None:
         """`sources` is where the text was read that all of the stream was made of, if it was."""
         self.stream, self.ranges, self.tokenizer = stream, ranges, tokenizer
         counts = stream.counts
         self.is_whole = sum(end - begin for begin, end in ranges) == len(stream)
-        self.sources = list(sources) if self.is_whole else []
+        self.sources = sources if self.is_whole else None
         self.is_learned = counts.targets == counts.tokens - counts.documents  # all of it
         # Bytes of all of it; bytes, words and first tokens of what is learned, which is what figures are of.
         self.all_bytes = self.num_bytes = counts.bytes
@@ -315,19 +348,19 @@ class _Text:
 
 
 def _open_text(
-    data: Sequence[str | Path], split: str, tokenizer: Tokenizer, model: str | Path, stack: ExitStack,
-    max_tokens: int | None,
-) -> _Text:  # fmt: skip
+    sources: _Sources, split: str, tokenizer: Tokenizer, model: Path, stack: ExitStack, max_tokens: int | None
+) -> _Text:
     """Tokens of the model's own tokenizer: from shards made with it, or made now from text."""
-    folder = Path(data[0])
-    sources: list[str] = []
-    if all(is_tokens(Path(path)) for path in data):
-        stream = _take_over([Path(path) for path in data], tokenizer, Path(model), stack)
-    elif not is_shards(folder):
-        sources = [str(path) for path in data]
-        stream = _retokenize(sources, tokenizer, stack)
+    paths = [Path(name) for name in sources.names]
+    folder, has_tokens = paths[0], all(is_tokens(path) for path in paths)
+    if not has_tokens and not is_shards(folder):
+        stream = sources.tokenized(tokenizer, stack)
+        return _Text(stream, _ranges(stream, folder, split, max_tokens), tokenizer, sources)
+    sources.check_unused()
+    if has_tokens:
+        stream = _take_over(paths, tokenizer, model, stack)
     else:
-        if len(data) > 1:
+        if len(paths) > 1:
             raise UserError("--data names a folder of shards and more; name one such folder, or text alone")
         stream = TokenStream(folder, split)
         if not same_tokenizer(read_tokenizer(folder), tokenizer.to_str()):
@@ -335,10 +368,14 @@ def _open_text(
                 f"the shards in {folder} were made with another tokenizer than {model} has; "
                 "evaluate on the text itself, or prepare it with this model's tokenizer.json"
             )
+    return _Text(stream, _ranges(stream, folder, split, max_tokens), tokenizer)
+
+
+def _ranges(stream: TokenStream, folder: Path, split: str, max_tokens: int | None) -> list[Range]:
     ranges = document_ranges(stream, max_tokens)
     if not ranges:
-        raise UserError(f"the {split} split of {data[0]} is empty; choose another with --split")
-    return _Text(stream, ranges, tokenizer, sources)
+        raise UserError(f"the {split} split of {folder} is empty; choose another with --split")
+    return ranges
 
 
 def _check_ids(name: str, stream: TokenStream, num_ids: int) -> None:
@@ -349,13 +386,6 @@ def _check_ids(name: str, stream: TokenStream, num_ids: int) -> None:
             raise CheckpointError(
                 f"{name} has {num_ids} tokens, but its tokenizer.json gives number {largest}: they are not of one model"
             )
-
-
-def _retokenize(sources: list[str], tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-")))
-    tokenizer.save(str(folder / "given.json"))
-    prepare(sources, folder / "shards", tokenizer=str(folder / "given.json"), val_fraction=0)
-    return TokenStream(folder / "shards", "train")
 
 
 def _take_over(files: list[Path], tokenizer: Tokenizer, model: Path, stack: ExitStack) -> TokenStream:
@@ -421,9 +451,12 @@ def _open_baseline(name: str) -> _Baseline:
     """All that can be wrong with a baseline is told before anything is evaluated. Its weights are not read yet."""
     if name == GZIP:
         return _Baseline(name)
-    folder = native.find(Path(name)) if name and Path(name).is_dir() else _download(name)
+    if not Path(name).exists() and difflib.get_close_matches(name.lower(), [GZIP], cutoff=0.7):
+        raise UserError(f"the baseline {name!r} is no folder; did you mean {GZIP}?")
+    is_here = bool(name) and Path(name).is_dir()
+    folder = native.find(Path(name)) if is_here else _download(name)
     try:
-        return _open_folder(name, folder)
+        return _open_folder(str(folder) if is_here else name, folder)
     except UserError as error:
         raise CheckpointError(f"the baseline {name} cannot be used: {error}") from None
 
@@ -457,7 +490,7 @@ def _in_tokens_of(baseline: _Baseline, text: _Text, stack: ExitStack) -> _Text:
         if baseline.tokenizer is None:
             return text
         if text.sources:
-            stream = _retokenize(text.sources, baseline.tokenizer, stack)
+            stream = text.sources.tokenized(baseline.tokenizer, stack)
         else:
             stream = _encode_again(text, baseline.tokenizer, stack)
         _check_bytes(baseline.name, stream.counts.bytes, text.all_bytes)
@@ -488,7 +521,7 @@ def _evaluate_baseline(
 def _evaluate_gzip(text: _Text) -> Result:
     """All documents one after another, as one stream: `cat FILES | gzip -9`."""
     if text.sources and text.is_learned and text.why_not_exact is not None:
-        parts: Iterable[str] = (document for _, document in documents(text.sources))
+        parts: Iterable[str] = text.sources.documents()
     else:
         parts = (part for document in text.documents() for is_learned, part in document.parts if is_learned)
     stream = zlib.compressobj(9, wbits=31)  # gzip's own form
@@ -597,6 +630,8 @@ def _samples(model: MambaLM, text: _Text, end_tokens: Sequence[int], count: int)
         tokens = stream.layout.tokens(stream.read(begin, min(end - 1, begin + SAMPLE_TOKENS))).tolist()
         prompts.append(text.tokenizer.decode(tokens).rstrip("\ufffd"))  # which ends inside a character
     prompts = [prompt for prompt in prompts if prompt]
+    if len(prompts) < count:
+        say(f"{len(prompts)} samples in place of {count}: the text has no more documents to go on from")
     texts = [""] * len(prompts)
     options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "end_tokens": end_tokens}
     for first in range(0, len(prompts), SAMPLE_ROWS):

@@ -33,9 +33,7 @@ NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
 
 TRAIN_KEYS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory_bytes", "epoch")
 EVAL_KEYS = ("loss", "perplexity", "bits_per_byte")
-RESULT_KEYS = (
-    "model", "loss", "perplexity", "word_perplexity", "bits_per_byte", "targets", "bytes", "documents", "window"
-)  # fmt: skip
+RESULT_KEYS = ("loss", "perplexity", "word_perplexity", "bits_per_byte", "targets", "bytes", "documents")
 
 Columns = Mapping[str, "array[float]"]  # "step" and one column for each key, all of one length; NaN: not measured
 
@@ -402,7 +400,7 @@ def _count(value: float) -> str:
 def _decimal(value: float) -> str:
     if math.isnan(value):
         return DASH
-    return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}"
+    return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}" if abs(value) < 1e7 else f"{value:.3e}"
 
 
 def _percent(value: float) -> str:
@@ -770,7 +768,7 @@ def _pre(sample: Mapping[str, Any]) -> str:
 
 
 def _evaluations(runs: Sequence[RunRecord]) -> str:
-    header = [key.replace("_", " ") for key in RESULT_KEYS]
+    header = ["model", "context", *(key.replace("_", " ") for key in RESULT_KEYS)]
     parts: list[str] = []
     for run in runs:
         for evaluation in run.evaluations:
@@ -778,7 +776,7 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
             about += [_words(evaluation.get(key)) for key in ("checkpoint", "data", "split", "time")]
             results = evaluation.get("results")
             rows = [
-                [_result(result.get(key)) for key in RESULT_KEYS]
+                [_result(result.get("model")), _context(result), *(_result(result.get(key)) for key in RESULT_KEYS)]
                 for result in (results if isinstance(results, list) else [])
                 if isinstance(result, dict)
             ]
@@ -794,6 +792,13 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
 
 def _words(value: object) -> str:
     return " ".join(str(part) for part in (value if isinstance(value, list) else [value or DASH]))
+
+
+def _context(result: Mapping[str, Any]) -> str:
+    """How much of a document the model saw; gzip has no such limit."""
+    if result.get("targets") is None:
+        return DASH
+    return "whole" if result.get("window") is None else _result(result["window"])
 
 
 def _result(value: object) -> str:

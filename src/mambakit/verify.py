@@ -1,4 +1,4 @@
-"""Whether a shard folder, a checkpoint or a run is what was written."""
+"""Whether a shard folder, a checkpoint or a run is what was written, and whether a model folder can be used."""
 
 from __future__ import annotations
 
@@ -29,10 +29,26 @@ def verify(path: Path) -> Iterator[str]:
         except UserError as error:
             yield str(error)
         yield from _verify_metrics(path / "metrics.jsonl")
+    elif (path / "config.json").is_file():
+        yield from _verify_model(path)
     else:
         raise UserError(
-            f"{path} is no shard folder, checkpoint or run: it has no index.json, manifest.json or checkpoints"
+            f"{path} is no shard folder, checkpoint, run or model: it has no index.json, manifest.json, checkpoints or "
+            "config.json"
         )
+
+
+def _verify_model(path: Path) -> Iterator[str]:
+    """A model folder has no checksums: whether it opens, and its weights are numbers."""
+    from .checkpoint import load
+
+    try:
+        model = load(path).model
+    except UserError as error:
+        yield str(error)
+        return
+    if bad := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]:
+        yield f"{path} holds weights that are not finite: {bad[0]}{f' and {len(bad) - 1} more' if bad[1:] else ''}"
 
 
 def _verify_metrics(path: Path) -> Iterator[str]:

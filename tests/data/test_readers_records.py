@@ -68,12 +68,20 @@ def test_records_without_text(record: Any, reason: str) -> None:
     notes: list[str] = []
     assert _texts(records.jsonl, _lines(record, {"text": "good"}), None, notes.append) == ["good"]
     assert notes == [reason]
-    assert _reason(records.jsonl, _lines(record)) == reason
+    assert _reason(records.jsonl, _lines(record)).split(";")[0] == reason
 
 
 def test_a_column_that_is_not_there_is_named() -> None:
-    assert _reason(records.jsonl, _lines({"text": "a"}), "body") == "no column body"
-    assert _reason(records.jsonl, _lines({"text": ["a"]}), "{text}") == "no column text"
+    there = "no column body; it has text, title: choose with --text-column"
+    assert _reason(records.jsonl, _lines({"text": "a", "title": "b"}), "body") == there
+    assert _reason(records.jsonl, _lines({"text": "a", "title": "b"}), "{body}") == there
+    assert _reason(records.jsonl, _lines({"text": ["a"]}), "{text}").startswith("no column text; it has text:")
+    assert _reason(records.jsonl, _lines({"q": "a", "a": "b"})) == "no text column; it has q, a: choose with --text-column"
+
+
+def test_of_many_columns_only_some_are_named() -> None:
+    reason = _reason(records.jsonl, _lines({f"{number}{'x' * 10000}": "words" for number in range(1000)}))
+    assert reason.endswith(" and 992 more: choose with --text-column") and len(reason) < 500
 
 
 def test_prompts_are_not_learned() -> None:
@@ -191,7 +199,7 @@ def test_csv_reasons_and_encodings() -> None:
     assert _texts(records.tsv, "text\n«Привет», сказал он\n".encode("utf-16"), "text") == ["«Привет», сказал он"]
     assert _reason(records.csv_, b"") == "empty"
     assert _reason(records.csv_, b"text\n") == "empty"
-    assert _reason(records.csv_, b"a,b\nx,y") == "no text column"
+    assert _reason(records.csv_, b"a,b\nx,y") == "no text column; it has a, b: choose with --text-column"
 
 
 def test_lines_are_put_together_from_pieces() -> None:
@@ -222,7 +230,7 @@ def test_parquet_and_arrow() -> None:
     )
     assert _texts(records.parquet, _parquet(rows), "{id}. {text}")[7] == "7. document 7 日本"
     assert _texts(records.parquet, _parquet([{"id": 1, "body": "words"}])) == ["words"]
-    assert _reason(records.parquet, _parquet(rows), "body") == "no column body"
+    assert _reason(records.parquet, _parquet(rows), "body").startswith("no column body; it has ")
     chat = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}]
     assert [part.learn for part in records.parquet(io.BytesIO(_parquet(chat)))] == [False, True]
 

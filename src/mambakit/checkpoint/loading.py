@@ -72,11 +72,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
     A checkpoint whose checksums do not hold is refused. Weights keep the dtype they are stored in unless `dtype` says
     otherwise; A_log, D and dt bias are fp32 always.
     """
-    folder = Path(path)
-    if folder.is_dir():
-        folder = native.find(folder)
-    else:
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json and the weights")
+    folder = native.find(Path(path))
     values = read_json(folder / "config.json")
     if state_spaces.is_state_spaces(values):
         model = state_spaces.read(folder, dtype)

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +241,13 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     Which checkpoint of a run is used is said. In place of a damaged one the newest good one is used, and that is said
     too; without `substitute`, or where the damaged folder itself was named, it is an error.
     """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")
     if not (path / "checkpoints").is_dir():
+        if not (path / "config.json").exists():
+            raise CheckpointError(
+                f"{path} holds no model: config.json does not exist there, and checkpoints, as a run has them, neither"
+            )
         is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
         if is_one and (problems := list(verify_model(path))):
             raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
@@ -283,7 +290,7 @@ def best_step(run: Path) -> tuple[int, float] | None:
         return None
     values = read_json(path, CheckpointError)
     step, loss = values.get("step"), values.get("loss")
-    if not isinstance(step, int) or not 0 <= step < LARGEST_STEP or not isinstance(loss, float):
+    if not isinstance(step, int) or not 0 <= step < LARGEST_STEP or not (isinstance(loss, float) and isfinite(loss)):
         raise CheckpointError(f"{path} does not say which step is the best")
     if not folder_of(run, step).is_dir():
         raise CheckpointError(f"{path} says that step {step} is the best, but its checkpoint is missing")

@@ -184,7 +184,7 @@ class Reading:
                 nothing_yet = False
                 yield part
         except Unreadable as reason:
-            if str(reason) != NO_TEXT or not (nothing_yet and chosen.is_text_too) or self.text_column:
+            if not str(reason).startswith(NO_TEXT) or not (nothing_yet and chosen.is_text_too) or self.text_column:
                 raise
             stream.seek(0)
             yield from text.read(stream)

@@ -77,11 +77,12 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def bits_per_byte(loss: float, counts: SplitCounts, vocab_size: int) -> float | None:
-    """What it costs to write down a byte of text with this mean loss, or None where bytes were not counted.
+    """What it costs to write down a byte of text with this mean loss, or None where bytes were not counted, or where
+    parts of the text (prompts, what a user says) are not learned: their bytes are not counted apart.
 
     A document's first token, which no model is asked to predict, is charged as if all tokens were equally likely.
     """
-    if not counts.bytes:
+    if not counts.bytes or counts.targets != counts.tokens - counts.documents:
         return None
     nats = loss * counts.targets + counts.documents * math.log(vocab_size)
     return nats / math.log(2) / counts.bytes

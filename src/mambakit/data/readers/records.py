@@ -28,6 +28,7 @@ LARGEST_JSON = 2**28  # bytes
 LEAST_WRONG = 4  # bytes that are not UTF-8, and an encoding is guessed; fewer are damage
 BROKEN_LINES = 10  # so many at the beginning, and a file is not JSON Lines
 BATCH_ROWS = 256
+NAMED_COLUMNS, LONGEST_NAME = 8, 40  # of columns, where none is the text
 COLUMNS = ("text", "content")
 CHATS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
@@ -81,6 +82,7 @@ Records = Iterator[Any | Unreadable]
 def rows(records: Records, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
     """The documents in records, wherever those come from."""
     reason = "empty"
+    columns: list[str] = []  # of a record that was not usable
     found = False
     for record in records:
         try:
@@ -90,9 +92,14 @@ def rows(records: Records, text_column: str | None = None, note: Note = unheard)
         except Unreadable as problem:
             reason = str(problem)
             note(reason)
+            if isinstance(record, dict) and not columns:
+                columns = [name[:LONGEST_NAME] for name in record if isinstance(name, str)]
             continue
         found = True
         yield from parts
+    if not found and reason.startswith("no ") and columns:
+        more = f" and {len(columns) - NAMED_COLUMNS} more" if len(columns) > NAMED_COLUMNS else ""
+        reason += f"; it has {', '.join(columns[:NAMED_COLUMNS])}{more}: choose with --text-column"
     if not found:
         raise Unreadable(reason)
 
