@@ -216,9 +216,7 @@ def test_a_misspelt_gzip_is_not_looked_for_elsewhere(model: Path, shards: Path) 
         evaluate(model, shards, baselines=["gizp"], device="cpu")
 
 
-def test_fewer_samples_than_asked_for_are_told(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_samples_than_asked_for_are_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.txt").write_text("only this document, of a few words")
     assert len(evaluate(model, tmp_path / "one.txt", samples=3, device="cpu").samples) == 1
     assert "1 samples in place of 3" in capsys.readouterr().err

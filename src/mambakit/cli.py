@@ -43,7 +43,9 @@ def _flag(field: FieldInfo, by_preset: bool) -> Any:
     default = field.default
     hint = "the preset's" if by_preset or default is PydanticUndefined else _plain(default)
     several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
-    described = arg(metavar=_metavar(field.annotation), help=field.description or "", help_behavior_hint=f"(default: {hint})")
+    described = arg(
+        metavar=_metavar(field.annotation), help=field.description or "", help_behavior_hint=f"(default: {hint})"
+    )
     return Annotated[tuple[str, ...] if several else str, described]
 
 
@@ -431,7 +433,9 @@ def report(
 
 
 def verify(
-    path: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH", help="shard folders, checkpoints, runs and model folders")],
+    path: Annotated[
+        Positional[tuple[Path, ...]], arg(metavar="PATH", help="shard folders, checkpoints, runs and model folders")
+    ],
     /,
     json: Json = False,
 ) -> int:

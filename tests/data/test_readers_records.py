@@ -76,7 +76,9 @@ def test_a_column_that_is_not_there_is_named() -> None:
     assert _reason(records.jsonl, _lines({"text": "a", "title": "b"}), "body") == there
     assert _reason(records.jsonl, _lines({"text": "a", "title": "b"}), "{body}") == there
     assert _reason(records.jsonl, _lines({"text": ["a"]}), "{text}").startswith("no column text; it has text:")
-    assert _reason(records.jsonl, _lines({"q": "a", "a": "b"})) == "no text column; it has q, a: choose with --text-column"
+    assert (
+        _reason(records.jsonl, _lines({"q": "a", "a": "b"})) == "no text column; it has q, a: choose with --text-column"
+    )
 
 
 def test_of_many_columns_only_some_are_named() -> None:
