@@ -1,10 +1,12 @@
-"""Shared set-up: every test starts from the same seed, and GPU tests are left out where there is no GPU."""
+"""Shared set-up: every test starts from the same seed, GPU tests are left out where there is no GPU, and some shards and a
+finished run are there for all."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +46,28 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from runs import make_shards
+
+    return make_shards(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of 12 steps. Whoever changes it takes a copy."""
+    from runs import settings
+
+    from mambakit.training.run import train
+
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(settings(shards), out=run)
+    before = _contents(run)
+    yield run
+    assert _contents(run) == before, "a test has changed the run that all share"
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

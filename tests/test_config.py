@@ -138,6 +138,27 @@ def test_a_path_in_a_config_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -
     assert config.data.tokenizer == "/home/me/tokenizer.json"
 
 
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"model": ["tiny", "small"]}, r"model=\['tiny', 'small'\]: need settings"),
+        ({"model": {"preset": [1]}}, r"no model preset is called \[1\]"),
+        ({"recipe": ["x"]}, r"no recipe is called \['x'\]"),
+        ({"train": {"self": 3}}, "self is not a setting"),
+        ({"train": {"steps": [[[1] * 1000] * 1000] * 1000}}, r"train.steps=\[\[\[1, 1.*: need a whole number"),
+    ],
+)
+def test_values_of_another_kind_are_told_in_a_few_words(layer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(layer)
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"is a folder, and no config; to train on it, say --data {tmp_path}"):
+        read_config(tmp_path)
+
+
 def test_a_config_survives_being_written_and_read(tmp_path: Path) -> None:
     for name, preset in MODELS.items():
         config = resolve({"model": name, "train": {"epochs": 1.5}, "data": "text"}, vocab_size=300)

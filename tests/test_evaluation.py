@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mambakit import MambaLM, load
-from mambakit.checkpoint import huggingface
+from mambakit.checkpoint import huggingface, native
 from mambakit.data.prepare import documents, prepare
 from mambakit.data.tokenize import bytes_tokenizer, train_tokenizer
 from mambakit.evaluation import SAMPLE_ROWS, evaluate
@@ -507,6 +507,14 @@ def test_samples_are_as_many_as_documents_and_begin_with_whole_characters(odd: P
     for sample, text in zip(samples, given, strict=True):
         assert text.startswith(sample["prompt"])
     assert evaluate(odd / "bytes", [odd / "odd.jsonl"], samples=0, device="cpu").samples == []
+
+
+def test_the_evaluation_of_a_named_checkpoint_is_kept_in_its_run(odd: Path, tmp_path: Path) -> None:
+    shutil.copytree(odd / "model", tmp_path / "run/checkpoints/step_00000003")
+    native.write_manifest(tmp_path / "run/checkpoints/step_00000003")
+    evaluate(tmp_path / "run/checkpoints/step_00000003", [odd / "odd.jsonl"], max_tokens=50, device="cpu")
+    (line,) = (tmp_path / "run/evaluations.jsonl").read_text().splitlines()
+    assert json.loads(line)["max_tokens"] == 50 and json.loads(line)["checkpoint"].endswith("step_00000003")
 
 
 def test_an_evaluation_is_kept_after_one_that_was_cut_short(odd: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,22 +16,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_model
-from runs import make_shards, metrics, settings, state_bytes
+from runs import metrics, settings, state_bytes
 
 import mambakit
 from mambakit.files import UserError
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_shards(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("run") / "run"
-    mambakit.train(settings(shards), out=out, quiet=True)
-    return out
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def test_each_command_is_a_function(run: Path, shards: Path, tmp_path: Path) -> None:
@@ -65,25 +59,25 @@ def test_quiet_training_says_nothing(shards: Path, tmp_path: Path, capfd: pytest
 
 
 def test_training_step_by_step_gives_the_records_of_the_run(
-    run: Path, shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    finished: Path, shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     records = list(mambakit.training_steps(settings(shards), out=tmp_path / "run"))
     assert capfd.readouterr() == ("", "")
     written = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert records == written
-    assert metrics(tmp_path / "run") == metrics(run)
-    assert state_bytes(tmp_path / "run", 12) == state_bytes(run, 12)
+    assert metrics(tmp_path / "run") == metrics(finished)
+    assert state_bytes(tmp_path / "run", 12) == state_bytes(finished, 12)
 
 
-def test_who_breaks_out_of_the_steps_can_go_on(run: Path, shards: Path, tmp_path: Path) -> None:
+def test_who_breaks_out_of_the_steps_can_go_on(finished: Path, shards: Path, tmp_path: Path) -> None:
     for record in mambakit.training_steps(settings(shards), out=tmp_path / "run"):
         if record["step"] == 5:
             break
     assert (tmp_path / "run/checkpoints/step_00000005/manifest.json").is_file()
     rest = list(mambakit.training_steps({}, out=tmp_path / "run", resume=True))
     assert rest[0]["step"] == 6
-    assert metrics(tmp_path / "run") == metrics(run)
-    assert state_bytes(tmp_path / "run", 12) == state_bytes(run, 12)
+    assert metrics(tmp_path / "run") == metrics(finished)
+    assert state_bytes(tmp_path / "run", 12) == state_bytes(finished, 12)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signals")

@@ -7,6 +7,8 @@ import sys
 
 def main() -> int:
     try:
+        import numpy  # noqa: F401 - before torch, which would import it from C++ and swallow a Ctrl-C meanwhile
+
         from .cli import main as run
 
         return run()

@@ -255,8 +255,9 @@ def train(
         if write_config.exists():
             raise ConfigError(f"{write_config} exists; choose another name, or remove it first")
         write_config.write_text(write_yaml(resolved(layers, init_from)), encoding="utf-8")
-        started = f" --init-from {init_from}" if init_from is not None else ""
-        say(f"written to {write_config}; train with\n  mambakit train {write_config}{started}")
+        more = {"--init-from": init_from, "--out": out}
+        flags = "".join(f" {flag} {shlex.quote(str(path))}" for flag, path in more.items() if path is not None)
+        say(f"written to {write_config}; train with\n  mambakit train {shlex.quote(str(write_config))}{flags}")
         return 0
 
     result = train_layers(
@@ -282,7 +283,7 @@ def evaluate(
     window: Annotated[int | None, arg(metavar="INT", help="also with documents cut to this many tokens of context", help_behavior_hint="")] = None,
     baseline: Annotated[Words, UseAppendAction, arg(metavar="MODEL", help="put beside it, on the same bytes: gzip, a model folder, a Hugging Face name", help_behavior_hint="")] = (),
     samples: Annotated[int, arg(help="texts to write from the beginnings of documents")] = 0,
-    max_tokens: Annotated[int | None, arg(metavar="INT", help="evaluate on about so many tokens, spread over the documents", help_behavior_hint="")] = None,
+    max_tokens: Annotated[int | None, arg(metavar="INT", help="evaluate on about so many tokens: whole documents at even distances, until there are enough", help_behavior_hint="")] = None,
     batch_rows: Annotated[int, arg(help="documents read side by side")] = 8,
     text_column: TextColumn = None,
     separator: Separator = None,

@@ -8,13 +8,14 @@ import json
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .files import UserError
+from .files import UserError, paths_of
 
 
 class ConfigError(UserError):
@@ -31,7 +32,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -50,7 +51,7 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> Iterator[str]:
             yield from str(problem["ctx"]["error"]).splitlines()
         else:
             need = problem["msg"].replace("Input should be", "need").replace("a valid integer", "a whole number")
-            yield f"{name}={problem['input']!r}: {need}"
+            yield f"{name}={reprlib.repr(problem['input'])}: {need}"
 
 
 def _unknown(name: str, known: Mapping[str, Any]) -> str:
@@ -224,10 +225,10 @@ class ModelConfig(Settings):
 
 def _by_name(what: str, name: Any, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """A preset by its name."""
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"no {what} is called {name!r}; {hint}Known: {', '.join(known)}")
+        raise ConfigError(f"no {what} is called {reprlib.repr(name)}; {hint}Known: {', '.join(known)}")
     return known[name]
 
 
@@ -285,18 +286,13 @@ class DataConfig(Settings):
     @field_validator("path", mode="before")
     @classmethod
     def _one_path(cls, value: Any) -> Any:
-        paths = (value,) if isinstance(value, str) else value
-        return [_at_home(path) for path in paths] if isinstance(paths, list | tuple) else paths
+        paths = [value] if isinstance(value, str) else value
+        return paths_of(paths) if isinstance(paths, list | tuple) and all(isinstance(p, str) for p in paths) else paths
 
     @field_validator("tokenizer", mode="before")
     @classmethod
     def _tokenizer_at_home(cls, value: Any) -> Any:
-        return _at_home(value)
-
-
-def _at_home(path: Any) -> Any:
-    """A path in a file may begin with ~, which no shell has replaced."""
-    return os.path.expanduser(path) if isinstance(path, str) and path.startswith("~") else path
+        return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 class OptimConfig(Settings):
@@ -507,18 +503,16 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
         if _names_model(layer):  # a model by name takes the whole place of the one before
             values.pop("model", None)
         values = merge(values, given)
-    model = dict(values.get("model") or {})
-    if model.get("vocab_size") is None:
-        model["vocab_size"] = vocab_size or UNKNOWN_VOCABULARY
-    values["model"] = model
+    model = values.get("model") or {}
+    if isinstance(model, Mapping) and model.get("vocab_size") is None:
+        values["model"] = {**model, "vocab_size": vocab_size or UNKNOWN_VOCABULARY}
     problems += [_unknown(name, {**SECTIONS, "recipe": None}) for name in values if name not in SECTIONS]
     sections: dict[str, Settings] = {}
     for name, section in SECTIONS.items():
         given = values.get(name) or {}
         if not isinstance(given, Mapping):
-            problems.append(
-                f"{name}={given!r}: need settings, such as {name}: {{{next(iter(section.model_fields))}: …}}"
-            )
+            first = next(iter(section.model_fields))
+            problems.append(f"{name}={reprlib.repr(given)}: need settings, such as {name}: {{{first}: …}}")
             continue
         try:
             sections[name] = section(**given)
@@ -549,9 +543,10 @@ def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str,
 
     values = dict(layer)
     recipe = values.pop("recipe", None)
-    for short, key in (("model", "preset"), ("data", "path")):  # `model: NAME`, `data: PATH`
-        if isinstance(values.get(short), (str, list, tuple)):
-            values[short] = {key: values[short]}
+    if isinstance(values.get("model"), str):  # `model: NAME`
+        values["model"] = {"preset": values["model"]}
+    if isinstance(values.get("data"), (str, list, tuple)):  # `data: PATH`
+        values["data"] = {"path": values["data"]}
     model = dict(values["model"]) if isinstance(values.get("model"), Mapping) else {}
     preset = model.pop("preset", None)
     try:
@@ -589,6 +584,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Nested settings from a YAML or JSON file, not checked yet."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, and no config; to train on it, say --data {path}")
     if not path.is_file():
         raise ConfigError(f"the config {path} does not exist; give a .yaml or .json file")
     if path.stat().st_size > 2**20:
@@ -603,6 +600,19 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"the config {path} holds no settings; need sections such as\ntrain:\n  steps: 1000")
     return values
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """The settings of a run, which are whole."""
+    path = run / "config.json"
+    stored = read_config(path)
+    try:
+        if not isinstance(stored.get("model"), dict) or not isinstance(stored.get("data"), dict):
+            raise ConfigError("it holds no settings of a run")
+        resolve(stored)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    return stored
 
 
 def read_yaml(text: str) -> Any:

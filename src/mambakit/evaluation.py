@@ -40,7 +40,7 @@ from .data.prepare import SHARD_TOKENS, documents, prepare, write_index
 from .data.shards import LAYOUTS, SPLITS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards, read_tokenizer
 from .data.tokenize import Encoder, end_of, open_tokenizer, same_tokenizer, vocab_size
 from .device import autocast, choose_device, choose_dtype
-from .files import UserError, pip_command
+from .files import UserError, path_of, paths_of, pip_command
 from .generate import generate_text, whole_texts
 from .model import MambaLM, State
 from .progress import progress, say
@@ -125,6 +125,7 @@ class Evaluation:
     checkpoint: str
     data: list[str]
     split: str
+    max_tokens: int | None  # of the data; None for all of it
     results: list[Result]
     samples: list[dict[str, str]]
 
@@ -153,20 +154,20 @@ def evaluate(
     `window` adds a line with documents cut to that many tokens of context. A baseline is `gzip`, a model folder, or a
     Hugging Face name; each sees the same bytes. `text_column` and `separator` say how text is read, as for `prepare`.
     """
-    data = [data] if isinstance(data, str | Path) else data
+    model, data = path_of(model), paths_of(data)
     baselines = [baselines] if isinstance(baselines, str) else baselines
     _check_arguments(data, split, window, samples, max_tokens, batch_rows)
     place = choose_device(device)
     dtype = choose_dtype(precision, place)
     opened = [_open_baseline(name) for name in baselines]
-    folder = native.find(Path(model))
+    folder = native.find(model)
     loaded = load(folder)
     if loaded.tokenizer is None:
         raise CheckpointError(f"{folder} has no tokenizer.json; text cannot be evaluated without one")
     tokenizer = whole_texts(loaded.tokenizer)
     network = loaded.model.to(place)
     with ExitStack() as stack:
-        sources = _Sources([str(path) for path in data], text_column, separator)
+        sources = _Sources(data, text_column, separator)
         text = _open_text(sources, split, tokenizer, folder, stack, max_tokens)
         _check_ids(str(folder), text.stream, network.config.padded_vocab_size)
         texts = [_in_tokens_of(baseline, text, stack) for baseline in opened]
@@ -177,9 +178,11 @@ def evaluate(
         for baseline, same_text in zip(opened, texts, strict=True):
             results.append(_evaluate_baseline(baseline, same_text, place, dtype, batch_rows, window))
         written = _samples(network, text, loaded.end_tokens, samples)
-    found = Evaluation(str(folder), sources.names, split if is_shards(Path(data[0])) else ALL, results, written)
+    found = Evaluation(
+        str(folder), sources.names, split if is_shards(Path(data[0])) else ALL, max_tokens, results, written
+    )
     try:
-        keep_in_run(Path(model), found)
+        keep_in_run(model, found)
     except OSError as error:
         say(f"the evaluation could not be noted in {model}: {error.strerror}")
     return found
@@ -208,9 +211,14 @@ def _check_arguments(
         raise UserError("; ".join(wrong))
 
 
-def keep_in_run(run: Path, evaluation: Evaluation) -> None:
-    """Note an evaluation in the run it is of, for the run's report. A folder that is no run is left as it is."""
-    if not (run / "checkpoints").is_dir():
+def keep_in_run(model: Path, evaluation: Evaluation) -> None:
+    """Note an evaluation in the run it is of, or of whose checkpoint, for the run's report. A folder that is neither is
+    left as it is."""
+    if model in native.checkpoints(model.parent.parent):
+        run = model.parent.parent
+    elif (model / "checkpoints").is_dir():
+        run = model
+    else:
         return
     now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     path = run / "evaluations.jsonl"
@@ -375,6 +383,8 @@ def _ranges(stream: TokenStream, folder: Path, split: str, max_tokens: int | Non
     ranges = document_ranges(stream, max_tokens)
     if not ranges:
         raise UserError(f"the {split} split of {folder} is empty; choose another with --split")
+    if max_tokens is not None and len(ranges) < stream.counts.documents:
+        say(f"evaluating {len(ranges):,} of {stream.counts.documents:,} documents, which have {max_tokens:,} tokens")
     return ranges
 
 

@@ -14,7 +14,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +34,16 @@ class RunError(RuntimeError):
 
 class NoSpaceError(OSError):
     """The disk is full. What was being written is gone; what was there before is not."""
+
+
+def path_of(given: str | Path) -> Path:
+    """A path that a person has given; ~ is their home, also where no shell has replaced it."""
+    return Path(os.path.expanduser(given))
+
+
+def paths_of(given: str | Path | Sequence[str | Path]) -> list[str]:
+    """One path, or several; also sources that are none, such as hf:NAME."""
+    return [os.path.expanduser(str(path)) for path in ([given] if isinstance(given, str | Path) else given)]
 
 
 def pip_command(extra: str) -> str:

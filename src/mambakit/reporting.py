@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config import ModelConfig
-from .files import UserError, read_json
+from .files import UserError, path_of, paths_of, read_json
 from .progress import duration, printable
 
 DRAWN_POINTS = 1000  # of each curve: about two for every pixel
@@ -75,10 +75,10 @@ class RunRecord:
 
 def report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Draw one run, or several together, as a page: `out`, or report.html in the first of them. Returns where it is."""
-    folders = [Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
+    folders = [Path(run) for run in paths_of(runs)]
     if not folders:
         raise UserError("there is nothing to draw; name a run folder, as made by mambakit train --out RUN")
-    target = Path(out) if out is not None else folders[0] / "report.html"
+    target = path_of(out) if out is not None else folders[0] / "report.html"
     write_report(folders, target)
     return target
 
@@ -774,6 +774,8 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
         for evaluation in run.evaluations:
             about = [run.name] if len(runs) > 1 else []
             about += [_words(evaluation.get(key)) for key in ("checkpoint", "data", "split", "time")]
+            if evaluation.get("max_tokens"):
+                about.append(f"{_result(evaluation['max_tokens'])} tokens of it")
             results = evaluation.get("results")
             rows = [
                 [_result(result.get("model")), _context(result), *(_result(result.get(key)) for key in RESULT_KEYS)]

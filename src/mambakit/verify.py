@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from .files import UserError, read_json
+from .config import read_run_config
+from .files import UserError
 
 
 def verify(path: Path) -> Iterator[str]:
@@ -25,7 +26,7 @@ def verify(path: Path) -> Iterator[str]:
             yield from native.verify(folder)
         try:
             native.best_step(path)
-            read_json(path / "config.json")
+            read_run_config(path)
         except UserError as error:
             yield str(error)
         yield from _verify_metrics(path / "metrics.jsonl")

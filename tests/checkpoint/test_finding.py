@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runs import make_shards, settings
 
 import mambakit
-from mambakit.checkpoint import CheckpointError, native
+from mambakit.checkpoint import CheckpointError, convert, huggingface, native
 from mambakit.cli import main
 from mambakit.files import UserError
 from mambakit.training.run import train
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_shards(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("finished") / "run"
-    train(settings(shards), out=run)
-    return run
 
 
 @pytest.fixture
@@ -136,3 +125,32 @@ def test_the_form_of_state_spaces_keeps_the_tokenizer(finished: Path, tmp_path: 
     assert again.generate("the cat", max_new_tokens=5, temperature=0) == ours.generate(
         "the cat", max_new_tokens=5, temperature=0
     )
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_taken_in_part(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the run that goes on, between the weights and the tokenizer."""
+    copy = shutil.copytree(finished, tmp_path / "run")
+    read = huggingface.read
+
+    def read_and_delete(folder: Path, *args: Any) -> Any:
+        model = read(folder, *args)
+        shutil.rmtree(folder)
+        return model
+
+    monkeypatch.setattr(huggingface, "read", read_and_delete)
+    with pytest.raises(CheckpointError, match="was deleted while it was read"):
+        convert(copy, tmp_path / "model", "huggingface")
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_is_no_model_is_told_for_what_it_is(finished: Path, shards: Path, tmp_path: Path) -> None:
+    for place, message in {
+        shards: "is a folder of shards, and no model",
+        finished / "checkpoints": f"give the run, {finished}, or one of them",
+        tmp_path: "holds no model",
+        tmp_path / "nothing": "is not a folder",
+    }.items():
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            native.find(place)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mambakit.data.prepare import documents
+from mambakit.data.prepare import documents, prepare
 from mambakit.data.sources import Skipped, SourceFile, list_files
 from mambakit.files import UserError
 
@@ -85,7 +86,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert _names(tmp_path) == ["open/a"]
-    assert _skipped(tmp_path) == {"shut": "the folder cannot be read: Permission denied"}
+    assert _skipped(tmp_path) == {"shut": "cannot be read: Permission denied"}
 
 
 @pytest.mark.parametrize("source", ["missing", "missing/deeper"])
@@ -116,3 +117,37 @@ def test_a_source_in_a_folder_that_is_shut_is_an_error(tmp_path: Path, monkeypat
 def test_an_empty_file_is_passed_over(tmp_path: Path) -> None:
     cases.write_texts(tmp_path, {"empty": "", "text": "x"})
     assert (_names(tmp_path), _skipped(tmp_path)) == (["text"], {"empty": "empty"})
+
+
+@posix
+def test_folders_may_be_nested_as_deep_as_a_path_allows(tmp_path: Path) -> None:
+    """What lies deeper is listed as not read; all else is."""
+    cases.write_texts(tmp_path, {"source/a": "x", "source/z": "x"})
+    before = os.getcwd()
+    os.chdir(tmp_path / "source")
+    try:
+        for _ in range(2200):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("lost").write_text("x")
+    finally:
+        os.chdir(before)
+    assert _names(tmp_path / "source") == ["a", "z"]
+    found = list(list_files(str(tmp_path / "source")))
+    (skipped,) = [entry for entry in found if isinstance(entry, Skipped)]
+    assert skipped.reason == "cannot be read: File name too long"
+    subprocess.run(["rm", "-r", str(tmp_path / "source")], check=True)  # Python's own way is recursive
+
+
+def test_one_source_may_be_named_without_a_list(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert [text for _, text in documents(str(tmp_path))] == [text for _, text in documents(tmp_path)] == ["text"]
+
+
+def test_home_is_found_where_no_shell_has_replaced_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    prepare("~/a.txt", "~/shards", tokenizer="bytes")
+    assert (tmp_path / "shards/index.json").is_file() and not (tmp_path / "~").exists()

@@ -241,6 +241,29 @@ def test_ctrl_c_is_heard_while_modules_are_loaded(seconds: float, finished: Path
     assert done.returncode == 2 or "mambakit: interrupted" in done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signals")
+@pytest.mark.parametrize("module", ["numpy", "numpy._core", "numpy.linalg", "numpy.matrixlib", "torch", "torch._C"])
+def test_ctrl_c_is_not_swallowed_while_a_module_is_imported(module: str, finished: Path) -> None:
+    """torch imports numpy from C++, and forgets what that raises."""
+    code = f"""
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+            sum(range(1000))
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["mambakit", "verify", {str(finished)!r}]
+from mambakit.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "mambakit: interrupted\n")
+
+
 def test_a_name_in_a_manifest_does_not_reach_the_terminal_raw(finished: Path, tmp_path: Path) -> None:
     from helpers import on_terminal
 

@@ -14,9 +14,10 @@ import torch
 import yaml
 from runs import make_corpus, metrics, settings, state_bytes
 
-from mambakit.checkpoint import native
+from mambakit.checkpoint import CheckpointError, native
 from mambakit.cli import main
 from mambakit.config import ConfigError, resolve
+from mambakit.data.prepare import prepare
 from mambakit.data.shards import Index, SplitCounts, read_index
 from mambakit.training.run import train
 from mambakit.training.sizing import Cost, cost, unsaid
@@ -289,3 +290,59 @@ def test_text_without_a_word_about_training_is_trained_on(
     assert config["model"]["d_model"] == 192 and config["train"]["batch_tokens"] == 2048
     told = capsys.readouterr().err.split("to do: ")[1].splitlines()[0]
     assert told.startswith(f"{config['train']['steps']} steps, ") and float(told.split("(")[1].split()[0]) <= 10.5
+
+
+def test_an_evaluation_of_nothing_is_no_best_loss(tmp_path: Path) -> None:
+    """Prompts, which are not learned, may fill all of what is evaluated on."""
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for number in range(60):
+            file.write(json.dumps({"prompt": f"question {number} " * 40, "completion": f"answer {number}"}) + "\n")
+    prepare(tmp_path / "a.jsonl", tmp_path / "shards", tokenizer="bytes", val_fraction=0.3)
+    with pytest.raises(ConfigError, match=r"train\.eval_tokens=300 of the validation split have no token to predict"):
+        train(settings(tmp_path / "shards", train={"eval_tokens": 300}), out=tmp_path / "few")
+    assert not (tmp_path / "few/metrics.jsonl").exists()
+    train(settings(tmp_path / "shards"), out=tmp_path / "enough")
+    assert all(record["targets"] for record in metrics(tmp_path / "enough") if record["type"] == "eval")
+
+
+def test_a_refused_resume_names_what_has_changed(shards: Path, copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"another order: data\.seed and data\.mix changed since"):
+        train({"data": {"seed": 3, "mix": [1]}, "train": {"steps": 20}}, out=copy, resume=True)
+    train(settings(shards, data={"carry_state": True}, train={"steps": 2}), out=tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"another order: train\.batch_tokens \(with data\.carry_state\) changed"):
+        train({"train": {"steps": 4, "batch_tokens": 128}}, out=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model": null}', "{}", '{"model": {"kind": ["x"]}, "train": 5, "data": {"path": [1]}}']
+)
+def test_settings_that_are_none_are_taken_from_the_checkpoint(
+    text: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "config.json").write_text(text)
+    assert any("config.json is damaged" in problem for problem in verify(copy))
+    train({"train": {"steps": 13}}, out=copy, resume=True)
+    assert "the settings are taken from the newest checkpoint" in capsys.readouterr().err
+    assert not list(verify(copy))
+
+
+@pytest.mark.parametrize("data", [{"temperature": 0.01}, {"mix": [1e308, 1e308]}])
+def test_extreme_mixes_are_mixes(data: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_corpus(tmp_path / name)
+    prepare([tmp_path / "one", tmp_path / "two"], tmp_path / "shards", tokenizer="bytes")
+    config = settings(tmp_path / "shards", data=data, train={"steps": 2, "eval_every": 0})
+    assert train(config, out=tmp_path / "run").step == 2
+
+
+def test_a_model_that_cannot_fit_is_told_before_it_is_built(shards: Path, tmp_path: Path) -> None:
+    config = settings(shards, model={"d_model": 200_000, "num_layers": 100})
+    with pytest.raises(
+        ConfigError, match=r"averages take [\d,]+ GiB, but cpu has [\d,]+ GiB; choose a smaller --model"
+    ):
+        train(config, out=tmp_path / "run")
+
+
+def test_mistakes_are_told_before_a_run_that_exists(copy: Path, shards: Path) -> None:
+    with pytest.raises(ConfigError, match="lr"):
+        train(settings(shards, optim={"lr": -1}), out=copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import new_folder
+from ..files import new_folder, path_of
 from ..model import MambaLM
 from . import huggingface, native, state_spaces
 from .files import CheckpointError
@@ -20,7 +20,7 @@ FORMS = ("huggingface", "state-spaces", "native")
 def convert(source: str | Path, target: str | Path, to: str) -> None:
     """Write the model of a folder or run in another form. Weights keep their bits."""
     _check_form(to)
-    _write(load(native.find(Path(source), substitute=False)), Path(target), to)
+    _write(load(native.find(path_of(source), substitute=False)), path_of(target), to)
 
 
 def save(
@@ -34,7 +34,7 @@ def save(
     if tokenizer is not None:
         end = end_token(tokenizer)
         loaded = LoadedModel(loaded.model, tokenizer, loaded.end_tokens or (() if end is None else (end,)))
-    _write(loaded, Path(target), to)
+    _write(loaded, path_of(target), to)
 
 
 def _check_form(to: str) -> None:

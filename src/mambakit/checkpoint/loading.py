@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from ..config import ModelConfig
+from ..files import path_of
 from ..model import MambaLM
 from . import huggingface, native, state_spaces
 from .files import CheckpointError, read_json
@@ -72,15 +73,17 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
     A checkpoint whose checksums do not hold is refused. Weights keep the dtype they are stored in unless `dtype` says
     otherwise; A_log, D and dt bias are fp32 always.
     """
-    folder = native.find(Path(path))
+    folder = native.find(path_of(path))
+    is_of_run = native.is_checkpoint(folder)
     values = read_json(folder / "config.json")
     if state_spaces.is_state_spaces(values):
         model = state_spaces.read(folder, dtype)
     else:
         model = huggingface.read(folder, dtype)
-    return LoadedModel(
-        model.eval(), _read_tokenizer(folder / "tokenizer.json"), _end_tokens(values.get("eos_token_id"))
-    )
+    tokenizer = _read_tokenizer(folder / "tokenizer.json")
+    if is_of_run and not native.is_checkpoint(folder):
+        raise CheckpointError(f"{folder} was deleted while it was read, perhaps by the run that goes on; try again")
+    return LoadedModel(model.eval(), tokenizer, _end_tokens(values.get("eos_token_id")))
 
 
 def read_config(path: str | Path) -> ModelConfig:

@@ -245,9 +245,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
         raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")
     if not (path / "checkpoints").is_dir():
         if not (path / "config.json").exists():
-            raise CheckpointError(
-                f"{path} holds no model: config.json does not exist there, and checkpoints, as a run has them, neither"
-            )
+            raise CheckpointError(_why_no_model(path))
         is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
         if is_one and (problems := list(verify_model(path))):
             raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
@@ -272,6 +270,14 @@ def find(path: Path, *, substitute: bool = True) -> Path:
         raise CheckpointError(f"{damage}\nto take another checkpoint, name it, such as {good}")
     say(f"{damage}\nusing {good.name} instead, the newest that is whole")
     return good
+
+
+def _why_no_model(path: Path) -> str:
+    if (path / "index.json").is_file():
+        return f"{path} is a folder of shards, and no model; give a run, or a model folder"
+    if checkpoints(path.parent) and path.name == "checkpoints":
+        return f"{path} holds all checkpoints of a run; give the run, {path.parent}, or one of them"
+    return f"{path} holds no model: config.json does not exist there, and checkpoints, as a run has them, neither"
 
 
 def _best_or_newest(run: Path, every: Sequence[Path]) -> tuple[Path, str]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .loader import Batch, unpack
 from .shards import TokenStream
 
+BLOCK = 2**20  # tokens that are looked at in one go
 Range = tuple[int, int]  # where a document begins and ends in its stream
 
 
@@ -38,6 +39,15 @@ def document_ranges(stream: TokenStream, max_tokens: int | None = None) -> list[
         if left < 2:
             break
     return chosen
+
+
+def num_targets(stream: TokenStream, ranges: Sequence[Range]) -> int:
+    """How many tokens of these documents are to be predicted."""
+    return sum(
+        int(stream.layout.is_target(stream.read(at, min(end, at + BLOCK))).sum())
+        for begin, end in ranges
+        for at in range(begin + 1, end, BLOCK)
+    )
 
 
 def lanes(

@@ -14,6 +14,7 @@ where the document goes on, so that the model's state may be carried over.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -191,7 +192,9 @@ class Mix:
             )
         begins = [0, *(-(-int(end) // config.sequence_length) for end in np.cumsum(tokens))]
         begins = [min(begin, num_windows) for begin in begins]
-        weights = np.array(config.mix or [count ** (1 / config.temperature) for count in tokens], np.float64)
+        weights = np.array(config.mix or _by_size(tokens, config.temperature), np.float64)
+        if not math.isfinite(sum(weights.tolist())):
+            weights /= weights.max()
         weights *= np.diff(begins) > 0  # a source may be smaller than a window
         if not weights.any():
             raise ShardError("the sources that data.mix draws from have no window of their own; use shorter rows")
@@ -210,6 +213,13 @@ class Mix:
                 return begin + permute(number, size, _mix(seed ^ (source + 1)), turn)
             place -= count
         raise AssertionError("a place beyond the epoch")
+
+
+def _by_size(tokens: list[int], temperature: float) -> list[float]:
+    try:
+        return [count ** (1 / temperature) for count in tokens]
+    except OverflowError:
+        return [(count / max(tokens)) ** (1 / temperature) for count in tokens]
 
 
 _MASK = 2**64 - 1

@@ -26,7 +26,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .. import __version__
-from ..files import LockedError, UserError, cache_folder, check_free, checksum, lock, new_folder, write_json
+from ..files import (
+    LockedError,
+    UserError,
+    cache_folder,
+    check_free,
+    checksum,
+    lock,
+    new_folder,
+    path_of,
+    paths_of,
+    write_json,
+)
 from ..progress import progress, say
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter, Prints
@@ -47,7 +58,7 @@ REPORT = "prepare.json"
 
 
 def prepare(
-    sources: Sequence[str | Path],
+    sources: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     tokenizer: str = "train:8192",
@@ -119,18 +130,19 @@ class _Options:
 
     @classmethod
     def of(
-        cls, sources: Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
+        cls, sources: str | Path | Sequence[str | Path], out: str | Path, *, tokenizer: str = "train:8192",
         val_fraction: float | None = None, workers: int | None = None, strict: bool = False, layout: str | None = None,
         text_column: str | None = None, separator: str | None = None, readers: Mapping[str, Own] | None = None,
         min_characters: int = 0, copies: str = "keep", filters: Mapping[str, Filter] | None = None,
         shard_tokens: int = SHARD_TOKENS, leave_out: Path | None = None,
     ) -> _Options:  # fmt: skip
         """What `prepare` was given, once it is known to be possible."""
+        sources = paths_of(sources)
         if val_fraction is not None and not 0 <= val_fraction < 1:
             raise UserError(f"val_fraction={val_fraction}: need a share from 0 up to, but not, 1")
         if layout is not None and layout not in LAYOUTS:
             raise UserError(f"layout {layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
-        if not sources or not all(map(str, sources)):
+        if not sources or not all(sources):
             raise UserError("no source was given; name at least one file or folder of text")
         if not str(out):
             raise UserError("out is empty; name the folder of shards to make")
@@ -142,11 +154,11 @@ class _Options:
             raise UserError(f"{already[0]} is a folder of shards already; train on it as it is")
         if made := [source for source in sources if own_folder(Path(source)) is not None]:
             raise UserError(f"{made[0]} is {own_folder(Path(made[0]))}, and no text; name the text itself")
-        _check_apart([os.path.realpath(source) for source in sources if not str(source).startswith("hf:")])
-        check_spec(tokenizer)
+        _check_apart([os.path.realpath(source) for source in sources if not source.startswith("hf:")])
+        check_spec(os.path.expanduser(tokenizer))
         check_readers(readers or {})
         return cls(
-            [str(source) for source in sources], Path(out), tokenizer, val_fraction, workers or _num_cores(),
+            sources, path_of(out), os.path.expanduser(tokenizer), val_fraction, workers or _num_cores(),
             strict, layout, check_separator(separator), Reading(readers or {}, text_column),
             {suffix: named(reader) for suffix, reader in (readers or {}).items()},
             Cleaning(min_characters, copies, filters or {}), shard_tokens, leave_out,
@@ -500,16 +512,16 @@ def _within(path: Path, source: str) -> str:
 
 
 def documents(
-    sources: Sequence[str | Path], *, text_column: str | None = None, readers: Mapping[str, Own] | None = None,
-    separator: str | None = None,
+    sources: str | Path | Sequence[str | Path], *, text_column: str | None = None,
+    readers: Mapping[str, Own] | None = None, separator: str | None = None,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """(name, text) of every document, one after the other, for use outside training. What is no text is passed over.
     With a `separator`, files are cut into documents where it stands."""
     check_readers(readers or {})
     chosen = check_separator(separator)
     reading = Reading(readers or {}, text_column)
-    for source in sources:
-        for file in _list(str(source), None).files:
+    for source in paths_of(sources):
+        for file in _list(source, None).files:
             with contextlib.suppress(Unreadable):
                 parts = reading.parts(file)
                 separated = parts if chosen in (None, KEPT) else cut(parts, chosen)

@@ -47,47 +47,45 @@ def list_files(source: str, leave_out: Path | None = None) -> Iterator[SourceFil
     if is_file:
         yield _entry(path, path.name)
     elif is_folder:
-        yield from _walk(path, path, os.path.realpath(leave_out) if leave_out else None)
+        yield from _walk(path, os.path.realpath(leave_out) if leave_out else None)
     else:
         raise UserError(f"{source} does not exist; give a file or folder of text, or a folder of shards")
 
 
-def _walk(folder: Path, root: Path, leave_out: str | None) -> Iterator[SourceFile | Skipped]:
-    if leave_out is not None and os.path.realpath(folder) == leave_out:
-        return
-    if (what := own_folder(folder)) is not None:
-        yield Skipped(folder, what)
-        return
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        yield Skipped(folder, f"the folder cannot be read: {error.strerror}")
-        return
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        path = Path(entry.path)
+def _walk(root: Path, leave_out: str | None) -> Iterator[SourceFile | Skipped]:
+    """Depth first and by name, without recursion: folders may be nested as deep as a path can be long."""
+    waiting: list[Path | os.DirEntry[str]] = [root]  # the next one last
+    while waiting:
+        entry = waiting.pop()
+        path = Path(entry)
         try:
-            is_folder, is_file = entry.is_dir(follow_symlinks=False), entry.is_file()
-            leads_nowhere = entry.is_symlink() and not path.exists()
-        except OSError as error:  # a link to itself, or into a folder that is closed to us
+            if not isinstance(entry, Path) and not entry.is_dir(follow_symlinks=False):
+                yield _file(entry, root)
+            elif leave_out is not None and os.path.realpath(path) == leave_out:
+                continue
+            elif (what := own_folder(path)) is not None:
+                yield Skipped(path, what)
+            else:
+                inside = [found for found in os.scandir(path) if not found.name.startswith(".")]
+                waiting += sorted(inside, key=lambda found: found.name, reverse=True)
+        except OSError as error:  # a link to itself, a folder that is closed to us, a path that is too long
             yield Skipped(path, f"cannot be read: {error.strerror}")
-            continue
-        if is_folder:
-            yield from _walk(path, root, leave_out)
-        elif is_file and entry.is_symlink() and not _is_inside(path, root):
-            yield Skipped(path, "a link that leads out of the folder")
-        elif is_file:  # sockets and pipes are none
-            yield _entry(path, path.relative_to(root).as_posix())
-        elif leads_nowhere:
-            yield Skipped(path, "a link that leads nowhere")
-        else:
-            yield Skipped(path, "a link to a folder" if entry.is_symlink() else "not a file")
+
+
+def _file(entry: os.DirEntry[str], root: Path) -> SourceFile | Skipped:
+    path = Path(entry.path)
+    if entry.is_file():
+        if entry.is_symlink() and not _is_inside(path, root):
+            return Skipped(path, "a link that leads out of the folder")
+        return _entry(path, path.relative_to(root).as_posix())
+    if not entry.is_symlink():
+        return Skipped(path, "not a file")  # a socket or a pipe
+    return Skipped(path, "a link to a folder" if path.exists() else "a link that leads nowhere")
 
 
 def own_folder(folder: Path) -> str | None:
     """What mambakit has made of a folder, whose files are no text of a person's; None for any other."""
-    if (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
+    if os.path.isdir(folder / "checkpoints") and os.path.isfile(folder / "metrics.jsonl"):
         return "a run of mambakit"
     for name, mark, what in (
         ("index.json", b'"mambakit-shards"', "shards of mambakit"),

@@ -152,19 +152,23 @@ def step(run: Run) -> None:
         run.clock = Moment(run.device)
     try:
         batch = next(run.batches, None)
-    except UserError:  # a shard that was cut short, or a batch that is none
-        save(run)
+    except Exception:  # a shard that was cut short, or whatever a person's own batches raise
+        _save_what_is_done(run)
         raise
     if batch is None:
-        save(run)
+        _save_what_is_done(run)
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; the run is saved")
     random = native.random_states(run.device)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
     try:
         loss, states = _accumulate(run, batch)
-    except StopRequested:  # as if the step had not begun
+    except Exception as error:  # as if the step had not begun
         run.optimizer.zero_grad(set_to_none=True)
+        if isinstance(error, torch.AcceleratorError):
+            raise  # the device can no longer be read
         native.restore_random_states(random, run.device)
+        if not isinstance(error, StopRequested):
+            _save_what_is_done(run)
         raise
     for group in run.optimizer.param_groups:
         group["lr"] = rate
@@ -183,6 +187,12 @@ def step(run: Run) -> None:
     run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress))
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
+
+
+def _save_what_is_done(run: Run) -> None:
+    """Before an error ends the run; a run that has not begun leaves nothing."""
+    if run.progress.step:
+        save(run)
 
 
 def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:

@@ -20,11 +20,13 @@ DTYPES = {
 }
 
 
-def own_batches(batches: Iterable[Any], skip: int) -> Iterator[Batch]:
-    """A person's own batches; those that a resumed run has seen are passed over."""
+def own_batches(batches: Iterable[Any], skip: int, vocab_size: int, rows: int | None = None) -> Iterator[Batch]:
+    """A person's own batches, checked; those that a resumed run has seen are skipped. With `rows`, each has so many."""
     for number, value in enumerate(batches):
         if number >= skip:
-            yield as_batch(value)
+            batch = as_batch(value)
+            _check(batch, vocab_size, rows)
+            yield batch
 
 
 def as_batch(value: Any) -> Batch:
@@ -34,6 +36,8 @@ def as_batch(value: Any) -> Batch:
     if not isinstance(value, Mapping):
         rows = _tensor(value, torch.int64)
         value = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    if unknown := [name for name in value if name not in DTYPES]:
+        raise UserError(f"a batch has {unknown[0]!r}, which is no part of one; known: {', '.join(DTYPES)}")
     given = {name: _tensor(value[name], dtype) for name, dtype in DTYPES.items() if value.get(name) is not None}
     if missing := [name for name in ("tokens", "targets") if name not in given]:
         raise UserError(f"a batch has no {' and no '.join(missing)}; give both, or rows of L+1 tokens")
@@ -47,6 +51,26 @@ def as_batch(value: Any) -> Batch:
     )
 
 
+def _check(batch: Batch, vocab_size: int, rows: int | None) -> None:
+    shape = tuple(batch.tokens.shape)
+    if 0 in shape:
+        raise UserError(f"a batch has tokens of shape {shape}; need at least one row of one token and its target")
+    if rows is not None and shape[0] != rows:
+        raise UserError(f"a batch has {shape[0]} rows; with data.carry_state, need {rows} in every one")
+    for name in DTYPES:
+        found, need = tuple(getattr(batch, name).shape), shape if name != "carries" else shape[:1]
+        if found != need:
+            raise UserError(f"a batch has {name} of shape {found}, but tokens of shape {shape}; need {need}")
+    if bool((batch.doc_ids[:, 1:] < batch.doc_ids[:, :-1]).any()):
+        raise UserError("a batch has doc_ids that fall along a row; need numbers that stay or rise")
+    for name, ids in (("tokens", batch.tokens), ("targets", batch.targets[batch.loss_mask])):
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            mask = "; targets that do not count go into loss_mask" if name == "targets" else ""
+            raise UserError(f"a batch has {name} with {wrong}, outside the vocabulary 0…{vocab_size - 1}{mask}")
+
+
 def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
     try:
         found = torch.as_tensor(value)
@@ -54,4 +78,6 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
         raise UserError(f"a batch is no rows of equal length: {error}") from None
     if found.dim() == 0 or (dtype == torch.int64 and (found.dim() != 2 or found.is_floating_point())):
         raise UserError(f"a batch has {found.dtype} of shape {tuple(found.shape)}; need rows of token ids, (B, L+1)")
+    if dtype == torch.bool and found.is_floating_point() and not bool(((found == 0) | (found == 1)).all()):
+        raise UserError("a batch has a mask of fractions; need true or false, 1 or 0")
     return found.to(dtype)

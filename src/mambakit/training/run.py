@@ -20,15 +20,15 @@ from tokenizers import Tokenizer
 from ..checkpoint import CheckpointError, huggingface, load, native
 from ..checkpoint.loading import read_config as read_model_config
 from ..checkpoint.native import TrainState
-from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, read_config, resolve
+from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, read_config, read_run_config, resolve
 from ..data.foreign import adopt, is_tokens
-from ..data.lanes import document_ranges
-from ..data.loader import Loader
+from ..data.lanes import Range, document_ranges, num_targets
+from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
 from ..data.shards import INDEX, TOKENIZER, ShardError, TokenStream, is_shards, read_index, read_tokenizer
 from ..data.tokenize import end_token, open_tokenizer, same_tokenizer, vocab_size
 from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
-from ..files import LockedError, UserError, lock, replace_json
+from ..files import LockedError, UserError, lock, path_of, replace_json
 from ..model import LayerState, MambaLM, State
 from ..progress import say, silence
 from . import history
@@ -39,7 +39,7 @@ from .metrics import MetricsFile, matmul_flops
 from .optim import load_optimizer_tensors, make_optimizer
 from .own_batches import own_batches
 from .passes import make_pass
-from .sizing import unsaid
+from .sizing import check_memory, unsaid
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
 
@@ -47,6 +47,7 @@ from .summary import introduce, sum_up, warn_of_jump
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
 LEFT_AT_ONCE = {"lock", "parameters.txt"}  # what a run has that was killed before its first step
 FOR_TEXT = ("tokenizer", "val_fraction", "text_column", "separator")  # settings of the data
+ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "mix", "temperature")  # of the data, for its rows
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
@@ -114,7 +115,7 @@ def training_steps(
 def _layer(config: ConfigLike) -> Mapping[str, Any]:
     if isinstance(config, RunConfig):
         return config.to_json()
-    return config if isinstance(config, Mapping) else read_config(Path(config))
+    return config if isinstance(config, Mapping) else read_config(path_of(config))
 
 
 def train_layers(
@@ -135,7 +136,7 @@ def train_layers(
 def resolved(layers: list[Mapping[str, Any]], init_from: str | Path | None = None) -> RunConfig:
     """The config that a new run would have, as far as it is known before text is prepared."""
     if init_from is not None:
-        layers = [*_layers_of_model(native.find(Path(init_from), substitute=False)), *layers]
+        layers = [*_layers_of_model(native.find(path_of(init_from), substitute=False)), *layers]
     config = resolve(*layers)
     folder = Path(config.data.path[0]) if config.data.path else None
     if folder is None or not is_shards(folder):
@@ -154,13 +155,16 @@ def _opened(
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
     if out is not None and not str(out):
         raise ConfigError("--out is empty; name a folder for the run")
-    folder = Path(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if not isinstance(resume, bool) and not Path(resume).exists() and (folder / "checkpoints" / resume).is_dir():
+    folder = path_of(out) if out is not None else Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    resume = resume if isinstance(resume, bool) else path_of(resume)
+    if not isinstance(resume, bool) and not resume.exists() and (folder / "checkpoints" / resume).is_dir():
         resume = folder / "checkpoints" / resume  # by its name alone, as messages have it
+    if not resume and init_from is None:
+        resolve(*layers)  # mistakes in it are told first
     stored = _stored_layers(folder, resume)
     if resume and (native.checkpoints(folder) or not isinstance(resume, bool)):
         init_from = None  # the run has begun; its weights are in its checkpoints
-    source = native.find(Path(init_from), substitute=False) if init_from is not None else None
+    source = native.find(path_of(init_from), substitute=False) if init_from is not None else None
     given, layers = layers, [*stored, *_layers_of_model(source), *layers]
     config = resolve(*layers)  # every mistake is told before anything is made or read
     if not config.data.path and batches is None:
@@ -246,14 +250,11 @@ def _stored_layers(folder: Path, resume: bool | str | Path) -> list[Mapping[str,
         return [native.read_state(Path(resume)).config]
     if (folder / "config.json").exists():
         try:
-            stored = read_config(folder / "config.json")
-            if "model" not in stored:
-                raise ConfigError(f"{folder / 'config.json'} holds no settings of a run")
-            return [stored]
+            return [read_run_config(folder)]
         except ConfigError as error:
             if not checkpoints:
                 raise
-            say(f"{error}; the settings are taken from the newest checkpoint")
+            say(f"{error}\nthe settings are taken from the newest checkpoint")
     chosen, _ = native.newest_good(folder) if checkpoints else (None, {})
     return [native.read_state(chosen).config] if chosen else []
 
@@ -318,6 +319,7 @@ def _open(
     tokenizer = _tokenizer_of(data) if data else None
     _check_same_tokenizer(checkpoint or init_from, tokenizer)
     _check_vocabulary(config, data)
+    check_memory(config.model, device)
     model = _build_model(config, checkpoint, init_from).to(device).train()
     optimizer = make_optimizer(model, config.optim, device)
     progress = Progress()
@@ -332,7 +334,8 @@ def _open(
     loader = Loader(train_data, config.data, config.batch_rows, next_row=progress.next_row) if train_data else None
     total_steps = _total_steps(config, loader, progress)
     _check_same_data(state, loader, checkpoint)
-    _check_length(config, total_steps, val_data)
+    val_ranges = _val_ranges(val_data, config.train.eval_tokens)
+    _check_length(config, total_steps, has_evaluations=bool(val_ranges))
     _make_room(folder, checkpoint, state)
     _mend_best(folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
@@ -355,11 +358,11 @@ def _open(
         ),
         optimizer=optimizer,
         scaler=scaler,
-        batches=iter(loader) if loader else own_batches(batches or (), progress.step),
+        batches=iter(loader) if loader else _own_batches(batches or (), progress, config),
         fingerprint=loader.fingerprint if loader else None,
         train_data=train_data,
         val_data=val_data,
-        val_ranges=document_ranges(val_data, config.train.eval_tokens) if val_data else [],
+        val_ranges=val_ranges,
         tokenizer=tokenizer,
         end_tokens=(read_index(data).end_token,) if data else (),
         total_steps=total_steps,
@@ -386,6 +389,11 @@ def _open(
             run.scaler.load_state_dict(state.values["scaler"])
         native.restore_random_states(state.tensors, device)
     return run
+
+
+def _own_batches(batches: Iterable[Any], progress: Progress, config: RunConfig) -> Iterator[Batch]:
+    rows = config.batch_rows if config.data.carry_state else None
+    return own_batches(batches, progress.step, config.model.vocab_size, rows)
 
 
 def _find_checkpoint(folder: Path, resume: bool | str | Path) -> Path | None:
@@ -523,11 +531,16 @@ def _progress(state: TrainState) -> Progress:
 
 def _check_same_data(state: TrainState | None, loader: Loader | None, checkpoint: Path | None) -> None:
     before = state.values.get("fingerprint") if state else None
-    if before is not None and loader is not None and before != loader.fingerprint:
-        raise CheckpointError(
-            f"the rows of {checkpoint} came from other data, or in another order: the shards, data.sequence_length, "
-            "data.seed or data.carry_state changed since; put them back, or start a new run with --init-from"
-        )
+    if state is None or before is None or loader is None or before == loader.fingerprint:
+        return
+    then, now = resolve(state.config), loader.config
+    changed = [f"data.{name}" for name in ORDER_SETTINGS if getattr(then.data, name) != getattr(now, name)]
+    if now.carry_state and then.batch_rows != loader.batch_rows:
+        changed.append("train.batch_tokens (with data.carry_state)")
+    raise CheckpointError(
+        f"the rows of {checkpoint} came from other data, or in another order: {' and '.join(changed) or 'the shards'} "
+        "changed since; put that back, or start a new run with --init-from"
+    )
 
 
 def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
@@ -557,14 +570,29 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
     return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
 
 
-def _check_length(config: RunConfig, total_steps: int, val_data: TokenStream | None) -> None:
+def _val_ranges(val_data: TokenStream | None, eval_tokens: int | None) -> list[Range]:
+    """What is evaluated on: documents with something to predict, else the loss of nothing would be the best."""
+    if val_data is None or not len(val_data):
+        return []
+    ranges = document_ranges(val_data, eval_tokens)
+    if num_targets(val_data, ranges):
+        return ranges
+    if val_data.counts.targets:
+        raise ConfigError(
+            f"train.eval_tokens={eval_tokens} of the validation split have no token to predict; raise it, or set null"
+        )
+    say("the validation split has no token to predict, so that nothing is evaluated")
+    return []
+
+
+def _check_length(config: RunConfig, total_steps: int, *, has_evaluations: bool) -> None:
     """What can be known only once the data is."""
     warmup = config.optim.warmup_steps
     if warmup is not None and warmup > total_steps:
         raise ConfigError(
             f"optim.warmup_steps={warmup} is longer than the run of {total_steps} steps; lower it, or train for longer"
         )
-    if config.train.early_stop is not None and not (val_data and len(val_data)):
+    if config.train.early_stop is not None and not has_evaluations:
         raise ConfigError("train.early_stop needs a validation split, but the data has none; prepare it with one")
 
 

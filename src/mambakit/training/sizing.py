@@ -6,13 +6,14 @@ MOST_EPOCHS, beyond which text is learned by heart; and FLOPS, what the device d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..config import RunConfig, TrainConfig, resolve
+from ..config import ConfigError, ModelConfig, RunConfig, TrainConfig, resolve
 from ..data.shards import Index
 from ..device import choose_recompute
 from ..presets import RECIPES
@@ -106,6 +107,27 @@ def _short(config: RunConfig) -> dict[str, Any]:
     if config.model.d_model > WIDEST_AT_HIGH_RATE:
         recipe["optim"] = {"lr": 1e-3, "min_lr": 1e-5}
     return recipe
+
+
+def check_memory(model: ModelConfig, device: torch.device) -> None:
+    """A model that cannot fit is told before torch fails to build it."""
+    there = _total_memory(device)
+    needed = STATE_BYTES * model.num_parameters()
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"the model has {model.num_parameters():,} parameters: weights, gradients and AdamW's averages take "
+            f"{needed / 2**30:,.0f} GiB, but {device} has {there / 2**30:,.0f} GiB; choose a smaller --model"
+        )
+
+
+def _total_memory(device: torch.device) -> int | None:
+    """Bytes of the GPU, or of the machine; None where it cannot be known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Batches of a person's own: what is wrong with one is told, and no finished step is lost for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import state_bytes
+
+from mambakit.checkpoint import native
+from mambakit.files import UserError
+from mambakit.training.run import train
+
+CONFIG: dict[str, Any] = {
+    "model": {"kind": "mamba1", "d_model": 8, "num_layers": 1, "vocab_size": 50, "vocab_multiple": 8},
+    "data": {"sequence_length": 8},
+    "train": {"steps": 9, "batch_tokens": 32},
+    "parallel": {"device": "cpu"},
+}
+
+
+def rows(seed: int = 0) -> dict[str, Any]:
+    tokens = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a mask of other rows": (rows() | {"loss_mask": torch.ones(8, 8)}, r"loss_mask of shape \(8, 8\), but tokens of"),
+    "too many targets": (rows() | {"targets": torch.zeros(5, 8, dtype=torch.int64)}, r"targets of shape \(5, 8\)"),
+    "documents of other rows": (rows() | {"doc_ids": torch.zeros(4, 7, dtype=torch.int32)}, r"doc_ids of shape"),
+    "documents that fall": (rows() | {"doc_ids": torch.arange(8, 0, -1).repeat(4, 1)}, "doc_ids that fall"),
+    "a misspelt name": (
+        rows() | {"loss_maks": torch.ones(4, 8)},
+        "'loss_maks', which is no part of one; known: tokens",
+    ),
+    "a mask of fractions": (rows() | {"loss_mask": torch.full((4, 8), 0.4)}, "a mask of fractions"),
+    "no rows": (torch.zeros(0, 9, dtype=torch.int64), "need at least one row"),
+    "rows of one token": (torch.zeros(4, 1, dtype=torch.int64), "need at least one row of one token and its target"),
+    "ids of the padding": (torch.full((4, 9), 50), "tokens with 50, outside the vocabulary 0…49"),
+    "ids that mean nothing": (rows() | {"targets": torch.full((4, 8), -100)}, "targets with -100.*go into loss_mask"),
+    "fractions": (torch.zeros(4, 9), "float32 of shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_batch_is_told_and_the_steps_before_are_saved(name: str, tmp_path: Path) -> None:
+    wrong, message = WRONG[name]
+    with pytest.raises(UserError, match=message):
+        train(CONFIG, [rows(0), rows(1), wrong], out=tmp_path / "run", quiet=True)
+    assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [2]
+
+
+def test_targets_that_do_not_count_may_be_anything(tmp_path: Path) -> None:
+    batch = rows() | {"loss_mask": torch.arange(8).repeat(4, 1) > 2}
+    batch["targets"] = torch.where(batch["loss_mask"], batch["targets"], 0)
+    ignored = batch | {"targets": torch.where(batch["loss_mask"], batch["targets"], -100)}
+    for number, given in enumerate((batch, ignored)):
+        train({**CONFIG, "train": {"steps": 1, "batch_tokens": 32}}, [given], out=tmp_path / str(number), quiet=True)
+    first, second = (native.folder_of(tmp_path / str(number), 1) / "model.safetensors" for number in range(2))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_an_iterator_that_breaks_loses_no_step(tmp_path: Path) -> None:
+    def broken() -> Iterator[Any]:
+        yield from (rows(number) for number in range(5))
+        raise OSError("the stream broke")
+
+    with pytest.raises(OSError, match="the stream broke"):
+        train(CONFIG, broken(), out=tmp_path / "run", quiet=True)
+    train({}, (rows(number) for number in range(9)), out=tmp_path / "run", resume=True, quiet=True)
+    train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "whole", quiet=True)
+    assert state_bytes(tmp_path / "run", 9) == state_bytes(tmp_path / "whole", 9)
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        train(CONFIG, [torch.full((4, 9), 99)], out=tmp_path / "run", quiet=True)
+    assert not native.checkpoints(tmp_path / "run")
+
+
+def test_an_error_inside_a_step_loses_none_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as memory that is too small for one batch among many."""
+    from mambakit.training import passes
+
+    calls = 0
+    whole = passes.PlainPass.__call__
+
+    def fails(self: Any, *inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise torch.OutOfMemoryError("too large")
+        return whole(self, *inputs)
+
+    monkeypatch.setattr(passes.PlainPass, "__call__", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "run", quiet=True)
+    train({}, (rows(number) for number in range(9)), out=tmp_path / "run", resume=True, quiet=True)
+    train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "same", quiet=True)
+    assert state_bytes(tmp_path / "run", 9) == state_bytes(tmp_path / "same", 9)
+
+
+def test_carried_states_need_the_same_rows_in_every_batch(tmp_path: Path) -> None:
+    config = {**CONFIG, "data": {"sequence_length": 8, "carry_state": True}}
+    with pytest.raises(UserError, match=r"has 3 rows; with data\.carry_state, need 4"):
+        train(config, [rows(), {name: value[:3] for name, value in rows().items()}], out=tmp_path / "run", quiet=True)
