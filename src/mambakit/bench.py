@@ -28,11 +28,21 @@ from . import ops
 from .config import ConfigError, ModelConfig, OptimConfig
 from .device import DTYPES, autocast, choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from .files import UserError
-from .measure import Numbers, StepClock, Timing, copy_rate, environment, process_seconds, release_memory, time_calls
+from .measure import (
+    Numbers,
+    StepClock,
+    Timing,
+    copy_rate,
+    environment,
+    matmul_flops,
+    peak_memory,
+    process_seconds,
+    release_memory,
+    time_calls,
+)
 from .model import MambaLM, Output, State
 from .model.lm import Recompute
-from .training.metrics import matmul_flops, peak_memory
-from .training.optim import make_optimizer
+from .training.optim import make_optimizer, update
 from .training.passes import Pass, PlainPass, make_pass
 
 Sizes = Mapping[str, int]
@@ -595,11 +605,7 @@ class Trainee:
         """The loss, still on the device."""
         num_targets = torch.full((), batch.num_targets, dtype=torch.float32, device=batch.tokens.device)
         loss, *_ = self.pass_over(batch.tokens, batch.targets, batch.doc_ids, batch.loss_mask, num_targets)
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), OPTIM.clip or math.inf)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        update(self.model, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
         return loss
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint import native
 from ..checkpoint.native import TrainState
@@ -27,12 +27,12 @@ from ..data.shards import TokenStream
 from ..evaluation import score
 from ..files import RunError, UserError, replace_json
 from ..generate import generate_text
-from ..measure import Moment, Numbers
+from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
 from . import history
 from .display import Display
-from .metrics import MetricsFile, bits_per_byte, peak_memory
-from .optim import optimizer_tensors
+from .metrics import MetricsFile, bits_per_byte
+from .optim import optimizer_tensors, update
 from .passes import GraphedPass, Pass
 from .schedule import learning_rate
 from .stopping import Stopper, StopRequested
@@ -170,13 +170,7 @@ def step(run: Run) -> None:
         if not isinstance(error, StopRequested):
             _save_what_is_done(run)
         raise
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
-    run.scaler.unscale_(run.optimizer)
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.optim.clip or math.inf)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
+    norm = update(run.model, run.optimizer, run.scaler, rate, config.optim.clip)
     run.carried = states
     num_tokens = batch.tokens.numel()
     progress.step += 1

@@ -1,18 +1,14 @@
-"""Measurements: one JSON object a line in metrics.jsonl, and the meters of memory and of the device's speed."""
+"""metrics.jsonl: one JSON object a line."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..data.shards import SplitCounts
-from ..measure import release_memory, time_calls
 from ..progress import say
 
 
@@ -86,36 +82,3 @@ def bits_per_byte(loss: float, counts: SplitCounts, vocab_size: int) -> float | 
         return None
     nats = loss * counts.targets + counts.documents * math.log(vocab_size)
     return nats / math.log(2) / counts.bytes
-
-
-def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
-    """Bytes at the highest so far: of the GPU, with those that torch does not count, or of this process. None where it
-    cannot be known."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) + hidden_bytes
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product on this device, at its fastest: what MFU is measured against."""
-    size = 8192 if device.type == "cuda" else 1536
-    rate = 2 * size**3 / _matmul_seconds(size, device, dtype)
-    release_memory(device)  # what this took is no memory of the run
-    return rate
-
-
-def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    left = torch.randn(size, size, device=device, dtype=torch.float32, generator=_own_generator(device)).to(dtype)
-    # A GPU needs a while to come to its clock; a CPU is there at once.
-    seconds = 0.25 if device.type == "cuda" else 0.0
-    return min(time_calls(lambda: left @ left, device, seconds=seconds, least=3).seconds)
-
-
-def _own_generator(device: torch.device) -> torch.Generator:
-    """Random numbers that leave those of the run alone."""
-    return torch.Generator(device=device).manual_seed(0)

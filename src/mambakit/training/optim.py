@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,20 @@ def make_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) 
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
     )
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, clip: float | None
+) -> Tensor:
+    """One optimizer step: unscale the gradients, clip their norm, step, clear them. Gives the norm before clipping."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:

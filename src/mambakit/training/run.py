@@ -29,13 +29,14 @@ from ..data.shards import INDEX, TOKENIZER, ShardError, TokenStream, is_shards, 
 from ..data.tokenize import end_token, open_tokenizer, same_tokenizer, vocab_size
 from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from ..files import LockedError, UserError, lock, path_of, replace_json
+from ..measure import matmul_flops
 from ..model import LayerState, MambaLM, State
 from ..progress import say, silence
 from . import history
 from .display import Display
 from .history import Origin
 from .loop import Progress, Run, loop, save, tidy
-from .metrics import MetricsFile, matmul_flops
+from .metrics import MetricsFile
 from .optim import load_optimizer_tensors, make_optimizer
 from .own_batches import own_batches
 from .passes import make_pass
