@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from mambakit import MambaLM, ModelConfig, bench, measure, ops, presets
 from mambakit.cli import main
 from mambakit.device import autocast
-from mambakit.training import metrics
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -88,10 +87,9 @@ def test_percentiles_of_known_times() -> None:
 
 
 def test_the_ceilings_count_what_was_moved_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (measure, metrics):
-        monkeypatch.setattr(module, "time_calls", lambda *_, **__: measure.Timing((0.5,)))
+    monkeypatch.setattr(measure, "time_calls", lambda *_, **__: measure.Timing((0.5,)))
     assert measure.copy_rate(CPU) == 2 * 2**28 / 0.5  # 256 MiB read and as much written
-    assert metrics.matmul_flops(CPU, torch.float32) == 2 * 1536**3 / 0.5
+    assert measure.matmul_flops(CPU, torch.float32) == 2 * 1536**3 / 0.5
 
 
 def test_a_process_is_older_than_what_it_does() -> None:
