@@ -17,6 +17,7 @@ from torch import Tensor
 import mambakit
 from mambakit import MambaLM, ModelConfig, ops
 from mambakit.checkpoint import CheckpointError, huggingface
+from mambakit.checkpoint import files as checkpoint_files
 
 transformers = pytest.importorskip("transformers", reason="pip install 'mambakit[test]'")
 
@@ -272,7 +273,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full_disk(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(huggingface, "write_weights", full_disk)
+    monkeypatch.setattr(checkpoint_files, "write_weights", full_disk)
     with pytest.raises(OSError, match="no space"):
         huggingface.write(_model("mamba"), tmp_path / "model")
     assert not list(tmp_path.iterdir())

@@ -65,8 +65,8 @@ def test_pieces_and_steps_are_the_whole(variant: str) -> None:
     for other in (state, stepped):
         assert other is not None
         for mine, theirs in zip(other.layers, whole.state.layers, strict=True):
-            assert_close(mine.conv, theirs.conv, 1e-4)
-            assert_close(mine.ssm, theirs.ssm, 1e-4)
+            assert_close(mine["conv"], theirs["conv"], 1e-4)
+            assert_close(mine["ssm"], theirs["ssm"], 1e-4)
 
 
 @every_variant
@@ -131,8 +131,8 @@ def test_gradient_flows_through_the_state(kind: str) -> None:
     cut = first.state.detach()
     apart = first.loss_sum + model(tokens[:, 23:], targets=targets[:, 23:], state=cut).loss_sum
     for layer in cut.layers:
-        assert not layer.conv.requires_grad
-        assert not layer.ssm.requires_grad
+        assert not layer["conv"].requires_grad
+        assert not layer["ssm"].requires_grad
     shorter = torch.autograd.grad(apart, parameters)
     assert any(not torch.allclose(a, b) for a, b in zip(shorter, whole, strict=True))
 

@@ -15,6 +15,7 @@ import yaml
 from runs import make_corpus, metrics, settings, state_bytes
 
 from mambakit.checkpoint import CheckpointError, native
+from mambakit.checkpoint import files as checkpoint_files
 from mambakit.cli import main
 from mambakit.config import ConfigError, resolve
 from mambakit.data.prepare import prepare
@@ -262,14 +263,14 @@ def test_a_run_folder_may_have_a_name_that_is_no_utf8(shards: Path, tmp_path: Pa
 def test_a_disk_that_fails_while_saving_is_told_in_one_message(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = native.write_weights
+    original = checkpoint_files.write_weights
 
     def fail(path: Path, weights: Any) -> None:
         if "step_00000006" in str(path):
             raise OSError(5, "Input/output error", str(path))
         original(path, weights)
 
-    monkeypatch.setattr(native, "write_weights", fail)
+    monkeypatch.setattr(checkpoint_files, "write_weights", fail)
     (tmp_path / "config.json").write_text(json.dumps(settings(shards)))
     assert main(["train", str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]) == 1
     told = capsys.readouterr().err

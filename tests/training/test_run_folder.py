@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mambakit
 from mambakit.checkpoint import CheckpointError, native
+from mambakit.checkpoint import files as checkpoint_files
 from mambakit.config import ConfigError
 from mambakit.data.prepare import prepare
 from mambakit.evaluation import Score
@@ -190,7 +191,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_the_run_can_go_on(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(settings(shards), out=tmp_path / "whole")
-    original = native.write_weights
+    original = checkpoint_files.write_weights
 
     def full(path: Path, weights: Any) -> None:
         if "step_00000009" in str(path):
@@ -198,7 +199,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_the_run_can_go_on(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(path, weights)
 
-    monkeypatch.setattr(native, "write_weights", full)
+    monkeypatch.setattr(checkpoint_files, "write_weights", full)
     with pytest.raises(NoSpaceError, match="no space left on the disk of"):
         train(settings(shards), out=tmp_path / "run")
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} >= {"step_00000006"}

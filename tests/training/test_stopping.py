@@ -105,10 +105,10 @@ def test_time_left_does_not_count_the_first_step(monkeypatch: pytest.MonkeyPatch
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     display = Display(total_steps=101, first_step=0, log_every=1000)
-    record = {"lr": 1.0, "tokens_per_second": 1.0}
+    record = {"type": "train", "lr": 1.0, "tokens_per_second": 1.0}
     now = 60.0  # compiling
-    display.step({**record, "step": 1})
+    display.show({**record, "step": 1})
     assert display.time_left() is None
     now = 61.0
-    display.step({**record, "step": 2})
+    display.show({**record, "step": 2})
     assert display.time_left() == pytest.approx(99.0)

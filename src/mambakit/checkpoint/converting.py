@@ -49,5 +49,5 @@ def _write(loaded: LoadedModel, target: Path, to: str) -> None:
         state_spaces.write(loaded.model, target, tokenizer=loaded.tokenizer)
     else:
         with new_folder(target, CheckpointError) as beside:
-            huggingface.write_into(beside, loaded.model, loaded.tokenizer, loaded.end_tokens)
+            huggingface.contents(loaded.model, loaded.tokenizer, loaded.end_tokens).write_into(beside)
             native.write_manifest(beside)

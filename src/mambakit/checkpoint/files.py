@@ -7,6 +7,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch's weights-only loader raises
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,25 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
     return weights
 
 
+@dataclass(frozen=True)
+class Contents:
+    """The files of a folder before they are written: JSON, text, and named tensors, which are not copied yet."""
+
+    json: Mapping[str, Mapping[str, Any]]
+    text: Mapping[str, str]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+
+    def write_into(self, folder: Path) -> None:
+        for name in (*self.json, *self.text, *self.tensors):
+            (folder / name).parent.mkdir(exist_ok=True)
+        for name, tensors in self.tensors.items():
+            write_weights(folder / name, tensors)
+        for name, text in self.text.items():
+            (folder / name).write_bytes(text.encode())
+        for name, value in self.json.items():
+            files.write_json(folder / name, value)
+
+
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """A safetensors file that transformers recognizes."""
     path.touch()
@@ -125,9 +145,9 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     path.chmod(usual)
 
 
-def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """As the library's own `save` does, which takes no path that is not UTF-8."""
-    path.write_bytes(tokenizer.to_str(pretty=True).encode())
+def tokenizer_text(tokenizer: Tokenizer) -> str:
+    """What the library's own `save` writes, which takes no path that is not UTF-8."""
+    return str(tokenizer.to_str(pretty=True))
 
 
 def build_model(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..files import new_folder, write_json
+from ..files import new_folder
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights, write_tokenizer, write_weights
+from .files import CheckpointError, Contents, build_model, read_json, read_weights, tokenizer_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,20 +51,21 @@ def write(
     if reason is not None and not any_model:
         raise CheckpointError(f"this model cannot be written for transformers: {reason}")
     with new_folder(Path(folder), CheckpointError) as beside:
-        write_into(beside, model, tokenizer, end_tokens)
+        contents(model, tokenizer, end_tokens).write_into(beside)
 
 
-def write_into(folder: Path, model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> None:
-    """The files of a model, in a folder that is there."""
+def contents(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> Contents:
+    """The files of a model."""
     config = config_to_huggingface(model.config)
     config["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None
     config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config)
-    write_weights(folder / "model.safetensors", _their_weights(model))
+    json: dict[str, dict[str, Any]] = {"config.json": config}
+    text = {}
     if tokenizer is not None:
-        write_tokenizer(folder / "tokenizer.json", tokenizer)
+        text["tokenizer.json"] = tokenizer_text(tokenizer)
         eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
+        json["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    return Contents(json, text, {"model.safetensors": _their_weights(model)})
 
 
 def our_name(name: str) -> str:

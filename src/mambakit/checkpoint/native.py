@@ -10,19 +10,16 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
 from ..progress import say
 from . import huggingface
-from .files import CheckpointError, open_weights, read_weight_file, write_weights
+from .files import CheckpointError, Contents, open_weights, read_weight_file
+from .state import TrainingState
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,16 +30,6 @@ LARGEST_STEP = 10**15
 OPTIMIZER, TENSORS, STATE, CONFIG = (
     Path("train") / name for name in ("optimizer.safetensors", "state.safetensors", "state.json", "config.json")
 )
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """What a run needs to go on, besides the weights."""
-
-    optimizer: Mapping[str, Tensor]
-    tensors: Mapping[str, Tensor]  # random states, carried states
-    values: Mapping[str, Any]  # progress: plain JSON values
-    config: Mapping[str, Any]  # the resolved run config
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -59,19 +46,22 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def write(
-    run: Path, step: int, model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int], state: TrainState
-) -> Path:
+def snapshot(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int], state: TrainingState) -> Contents:
+    """The files of a checkpoint, not written yet. Its tensors are those of the run, which go on changing."""
+    files = huggingface.contents(model, tokenizer, end_tokens)
+    return Contents(
+        {**files.json, str(STATE): state.values(), str(CONFIG): state.config},
+        files.text,
+        {**files.tensors, str(OPTIMIZER): state.optimizer, str(TENSORS): state.tensors()},
+    )
+
+
+def write(run: Path, step: int, files: Contents) -> Path:
     """Save a checkpoint: whole, or not at all. One that is there already is replaced when the new one is whole."""
     folder = folder_of(run, step)
     new = _newer(folder) if folder.exists() else folder
     with new_folder(new, CheckpointError) as beside:
-        (beside / "train").mkdir()
-        huggingface.write_into(beside, model, tokenizer, end_tokens)
-        write_weights(beside / OPTIMIZER, state.optimizer)
-        write_weights(beside / TENSORS, state.tensors)
-        write_json(beside / STATE, state.values)
-        write_json(beside / CONFIG, state.config)
+        files.write_into(beside)
         write_manifest(beside)
     if new != folder:
         _exchange(folder)
@@ -181,18 +171,21 @@ def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:
     return None, bad
 
 
-def read_state(folder: Path) -> TrainState:
+def read_state(folder: Path) -> TrainingState:
     """What `write` saved in train/."""
     if not folder.is_dir():
         raise CheckpointError(f"the checkpoint {folder} does not exist")
     if not (folder / "train").is_dir():
         raise CheckpointError(f"{folder} holds a model, but no training to go on from; start with --init-from {folder}")
-    return TrainState(
-        read_weight_file(folder / OPTIMIZER),
-        read_weight_file(folder / TENSORS),
-        read_json(folder / STATE, CheckpointError),
-        read_json(folder / CONFIG, CheckpointError),
-    )
+    try:
+        return TrainingState.of(
+            read_weight_file(folder / OPTIMIZER),
+            read_weight_file(folder / TENSORS),
+            read_json(folder / STATE, CheckpointError),
+            read_json(folder / CONFIG, CheckpointError),
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / STATE} is no training state: {error!r}") from None
 
 
 def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
@@ -301,20 +294,3 @@ def best_step(run: Path) -> tuple[int, float] | None:
     if not folder_of(run, step).is_dir():
         raise CheckpointError(f"{path} says that step {step} is the best, but its checkpoint is missing")
     return step, loss
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"random/cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random/cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["random/mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["random/cpu"])
-    if device.type == "cuda" and "random/cuda" in states:
-        torch.cuda.set_rng_state(states["random/cuda"], device)
-    elif device.type == "mps" and "random/mps" in states:
-        torch.mps.set_rng_state(states["random/mps"])

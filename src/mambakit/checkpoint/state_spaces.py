@@ -14,7 +14,7 @@ import torch
 from ..config import ConfigError, ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights, write_tokenizer
+from .files import CheckpointError, build_model, read_json, read_weights, tokenizer_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,7 +50,7 @@ def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None) -
         write_json(beside / "config.json", config)
         torch.save(weights, beside / "pytorch_model.bin")
         if tokenizer is not None:
-            write_tokenizer(beside / "tokenizer.json", tokenizer)
+            (beside / "tokenizer.json").write_bytes(tokenizer_text(tokenizer).encode())
 
 
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -212,8 +212,15 @@ class MambaLM(nn.Module):
 
     def initial_state(self, batch_size: int) -> State:
         """The memory before any text."""
-        blocks = [block for block in self.backbone.layers if isinstance(block, Block)]
-        return State(tuple(block.mixer.initial_state(batch_size) for block in blocks))
+        return State(tuple(block.mixer.initial_state(batch_size) for block in self._blocks()))
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.backbone.layers if isinstance(block, Block)]
+
+    def state_of(self, tensors: Sequence[Tensor]) -> State:
+        """The state whose `tensors()` these are."""
+        given = iter(tensors)
+        return State(tuple({name: next(given) for name in block.mixer.state_names} for block in self._blocks()))
 
     def check_input(self, tokens: Tensor, dims: int, state: State | None = None) -> None:
         """Raise when tokens of `dims` dimensions, or a state, cannot belong to this model."""

@@ -24,6 +24,7 @@ from .state import LayerState
 
 class Mamba1(KeepsFp32):
     fp32_parameters = ("A_log", "D")
+    state_names = ("conv", "ssm")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,22 +67,22 @@ class Mamba1(KeepsFp32):
         """All after in_proj."""
         _, x, x_again, z, conv_state = ops.causal_conv1d_beside(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
-            doc_ids=doc_ids, initial_state=state.conv if state else None,
+            doc_ids=doc_ids, initial_state=state["conv"] if state else None,
         )  # fmt: skip  # x, z (B, L, D)
         dt, B, C = self._select(x_again, recipes)
         y, ssm_state = ops.selective_scan(
             x, dt, self._A(), B, C, self.D, z, self.dt_proj.bias,
-            doc_ids=doc_ids, initial_state=state.ssm if state else None,
+            doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
         )  # fmt: skip
-        return self.out_proj(y), LayerState(conv_state, ssm_state)
+        return self.out_proj(y), {"conv": conv_state, "ssm": ssm_state}
 
     def step(self, hidden: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """One token: hidden (B, d_model)."""
         x, z = self.in_proj(hidden).chunk(2, dim=-1)  # (B, D) each
-        x, conv_state = ops.causal_conv1d_step(x, state.conv, self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        x, conv_state = ops.causal_conv1d_step(x, state["conv"], self.conv1d.weight.squeeze(1), self.conv1d.bias)
         dt, B, C = self._select(x)
-        y, ssm_state = ops.selective_scan_step(x, state.ssm, dt, self._A(), B, C, self.D, z, self.dt_proj.bias)
-        return self.out_proj(y), LayerState(conv_state, ssm_state)
+        y, ssm_state = ops.selective_scan_step(x, state["ssm"], dt, self._A(), B, C, self.D, z, self.dt_proj.bias)
+        return self.out_proj(y), {"conv": conv_state, "ssm": ssm_state}
 
     def _A(self) -> Tensor:
         return -torch.exp(self.A_log)
@@ -101,7 +102,7 @@ class Mamba1(KeepsFp32):
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""
         inner, width = self.config.d_inner, self.config.conv_width
-        return LayerState(
-            self.in_proj.weight.new_zeros(batch_size, width - 1, inner),
-            self.A_log.new_zeros(batch_size, inner, self.config.state_size),
-        )
+        return {
+            "conv": self.in_proj.weight.new_zeros(batch_size, width - 1, inner),
+            "ssm": self.A_log.new_zeros(batch_size, inner, self.config.state_size),
+        }

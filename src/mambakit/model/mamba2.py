@@ -26,6 +26,7 @@ A_RANGE = (1.0, 16.0)
 
 class Mamba2(KeepsFp32):
     fp32_parameters = ("dt_bias", "A_log", "D")
+    state_names = ("conv", "ssm")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -69,28 +70,28 @@ class Mamba2(KeepsFp32):
         config = self.config
         z, xBC, _, dt, conv_state = ops.causal_conv1d_beside(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
-            first=self.segments["z"], doc_ids=doc_ids, initial_state=state.conv if state else None,
+            first=self.segments["z"], doc_ids=doc_ids, initial_state=state["conv"] if state else None,
         )  # fmt: skip
         y, ssm_state = ops.ssd_beside(
             xBC, dt, self._A(), self.D, self.dt_bias,
             head_dim=config.head_dim, num_groups=config.num_groups, dt_limit=config.dt_limit,
-            chunk_size=config.chunk_size, doc_ids=doc_ids, initial_state=state.ssm if state else None,
+            chunk_size=config.chunk_size, doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
         )  # fmt: skip
         normed = self._gated_norm(y, z)
         if recipes is not None:
             y, z = y.detach(), z.detach()
             recipes.add(normed, lambda: self._gated_norm(y, z))
-        return self.out_proj(normed), LayerState(conv_state, ssm_state)
+        return self.out_proj(normed), {"conv": conv_state, "ssm": ssm_state}
 
     def step(self, hidden: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """One token: hidden (B, d_model)."""
         z, xBC, dt = self.in_proj(hidden).split(list(self.segments.values()), dim=-1)
-        xBC, conv_state = ops.causal_conv1d_step(xBC, state.conv, self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        xBC, conv_state = ops.causal_conv1d_step(xBC, state["conv"], self.conv1d.weight.squeeze(1), self.conv1d.bias)
         x, B, C = self._heads(xBC)
         y, ssm_state = ops.ssd_step(
-            x, state.ssm, dt, self._A(), B, C, self.D, self.dt_bias, dt_limit=self.config.dt_limit
+            x, state["ssm"], dt, self._A(), B, C, self.D, self.dt_bias, dt_limit=self.config.dt_limit
         )
-        return self.out_proj(self._gated_norm(y, z)), LayerState(conv_state, ssm_state)
+        return self.out_proj(self._gated_norm(y, z)), {"conv": conv_state, "ssm": ssm_state}
 
     def _A(self) -> Tensor:
         return -torch.exp(self.A_log)
@@ -111,7 +112,7 @@ class Mamba2(KeepsFp32):
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""
         config = self.config
-        return LayerState(
-            self.in_proj.weight.new_zeros(batch_size, config.conv_width - 1, config.conv_channels),
-            self.A_log.new_zeros(batch_size, config.num_heads, config.head_dim, config.state_size),
-        )
+        return {
+            "conv": self.in_proj.weight.new_zeros(batch_size, config.conv_width - 1, config.conv_channels),
+            "ssm": self.A_log.new_zeros(batch_size, config.num_heads, config.head_dim, config.state_size),
+        }

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class LayerState:
-    """One layer's memory."""
-
-    conv: Tensor  # (B, W-1, channels): the convolution's last inputs
-    ssm: Tensor  # (B, D, N) for mamba1, (B, H, P, N) for mamba2; fp32
+# One layer's memory: tensors by name, of which each has the rows of the batch in its first dimension. Both mixers have
+# `conv` (B, W-1, channels), the convolution's last inputs, and `ssm`, (B, D, N) for Mamba-1, (B, H, P, N) for Mamba-2.
+LayerState: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,31 +22,21 @@ class State:
 
     @property
     def batch_size(self) -> int:
-        return self.layers[0].conv.shape[0]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> State:
-        """The state of which these are the `tensors`."""
-        return cls(tuple(LayerState(conv, ssm) for conv, ssm in zip(tensors[::2], tensors[1::2], strict=True)))
+        return next(iter(self.layers[0].values())).shape[0]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it, layer by layer."""
-        return tuple(tensor for layer in self.layers for tensor in (layer.conv, layer.ssm))
+        return tuple(tensor for layer in self.layers for tensor in layer.values())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """The state with a function applied to each tensor, for example `state.map(lambda t: t[:2])`."""
-        return State(tuple(LayerState(function(layer.conv), function(layer.ssm)) for layer in self.layers))
+        return State(tuple({name: function(tensor) for name, tensor in layer.items()} for layer in self.layers))
 
     @classmethod
     def join(cls, states: Sequence[State]) -> State:
         """States of some rows each, as one of all rows."""
         layers = zip(*(state.layers for state in states), strict=True)
-        return cls(
-            tuple(
-                LayerState(torch.cat([part.conv for part in layer]), torch.cat([part.ssm for part in layer]))
-                for layer in layers
-            )
-        )
+        return cls(tuple({name: torch.cat([part[name] for part in layer]) for name in layer[0]} for layer in layers))
 
     def keep(self, rows: Tensor) -> State:
         """The memory of the rows (B) that are true, and none for the others."""

@@ -60,7 +60,11 @@ class Display:
         """Since the run was opened."""
         return time.monotonic() - self.begin
 
-    def step(self, record: dict[str, Any]) -> None:
+    def show(self, record: dict[str, Any]) -> None:
+        """A record of the run, whatever its type."""
+        {"train": self._step, "eval": self._evaluation, "sample": self._sample}[record["type"]](record)
+
+    def _step(self, record: dict[str, Any]) -> None:
         self.record = record
         if self.first_done is None:
             self.first_done = time.monotonic()
@@ -78,7 +82,7 @@ class Display:
         if self._live:
             self._bar.update(self._task, description=what)
 
-    def evaluated(self, record: dict[str, Any]) -> None:
+    def _evaluation(self, record: dict[str, Any]) -> None:
         self.last_eval = record
         if self._live:
             self._live.update(self._table())
@@ -86,7 +90,7 @@ class Display:
         more = f", {bits:.3f} bits per byte" if bits is not None else ""
         self.say(f"step {record['step']:,}: validation loss {record['loss']:.4f}{more}")
 
-    def sampled(self, record: dict[str, Any]) -> None:
+    def _sample(self, record: dict[str, Any]) -> None:
         """The prompt is bold on a terminal, and quoted elsewhere."""
         if self._live:
             self.say(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def named_data(run: Path) -> str:
     return " ".join(str(path) for path in named)
 
 
-def note(run: Path, step: int, device: torch.device, dtype: torch.dtype, changed: list[str], origin: Origin) -> None:
+def note(
+    run: Path, step: int, device: torch.device, dtype: torch.dtype, changed: Sequence[str], origin: Origin
+) -> None:
     """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped."""
     about = environment(device)
     line = {
@@ -41,7 +44,7 @@ def note(run: Path, step: int, device: torch.device, dtype: torch.dtype, changed
         "device": about["device"]["name"],
         "dtype": str(dtype).removeprefix("torch."),
         "versions": about["versions"],
-        "changed": changed,
+        "changed": list(changed),
         **{name: value for name, value in dataclasses.asdict(origin).items() if value},
     }
     kept = [other for other in _read(run / NAME) if other["step"] < step]

@@ -10,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import native
-from ..checkpoint.native import TrainState
+from ..checkpoint.state import Progress, TrainingState, random_states, restore_random_states
 from ..config import RunConfig
-from ..data.lanes import Range, lanes
+from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
 from ..evaluation import score
@@ -30,30 +30,17 @@ from ..generate import generate_text
 from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
 from . import history
+from .data import TrainingData
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte
-from .optim import optimizer_tensors, update
+from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .passes import GraphedPass, Pass
+from .recorder import Recorder
 from .schedule import learning_rate
+from .start import Start
 from .stopping import Stopper, StopRequested
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 Found = TypeVar("Found")
-
-
-@dataclass
-class Progress:
-    """How far a run has come. All of it is saved."""
-
-    step: int = 0
-    tokens: int = 0
-    next_row: int = 0  # the loader's whole state
-    looked_at: int = 0  # the last step whose evaluation and samples are done
-    best_loss: float | None = None
-    best_step: int | None = None
-    evaluations_without_gain: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,38 +57,35 @@ class Step:
 class Run:
     """A run in memory."""
 
-    folder: Path
+    start: Start
     config: RunConfig
     device: torch.device
     dtype: torch.dtype
     model: MambaLM
-    pass_over: Pass  # a micro-batch
+    run_micro_batch: Pass
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
-    batches: Iterator[Batch]
-    fingerprint: str | None  # of the loader's order, to notice other data on resume
-    train_data: TokenStream | None
-    val_data: TokenStream | None
-    val_ranges: list[Range]
-    tokenizer: Tokenizer | None
-    end_tokens: tuple[int, ...]
+    data: TrainingData
     total_steps: int
     matmul_flops: float
     metrics: MetricsFile
     display: Display
+    recorder: Recorder
     stopper: Stopper
-    progress: Progress = dataclasses.field(default_factory=Progress)
+    progress: Progress
+    carried: State | None = None  # (rows of a batch) with data.carry_state
     unrecorded: Step | None = None  # the last one, on a GPU: recorded when the next is under way
     clock: Moment | None = None  # when the last recorded step was done, or the one after a break began
-    carried: State | None = None  # (rows of a batch) with data.carry_state
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
     saved_looked_at: int = -1  # of its progress: a stop may have come before the evaluation of its step
-    epoch_rows: int | None = None
-    changed: list[str] = dataclasses.field(default_factory=list)  # settings, since the checkpoint
-    origin: history.Origin = dataclasses.field(default_factory=history.Origin)  # of a new run
-    has_trained: bool = False  # whether a step was taken since the run was opened
     proven_step: int = -1  # the last one whose weights have given a finite loss
-    new_records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    has_trained: bool = False  # whether a step was taken since the run was opened
+    changed: Sequence[str] = ()  # settings, since the checkpoint
+    origin: history.Origin = dataclasses.field(default_factory=history.Origin)  # of a new run
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
 
     @property
     def stopped_early(self) -> bool:
@@ -126,7 +110,7 @@ def loop(run: Run) -> Iterator[dict[str, Any]]:
                 if run.is_done:
                     record_last_step(run)
                     tidy(run)
-                yield from _take_records(run)
+                yield from run.recorder.take()
                 if run.is_done:
                     return
                 step(run)
@@ -135,30 +119,20 @@ def loop(run: Run) -> Iterator[dict[str, Any]]:
             raise
 
 
-def _take_records(run: Run) -> list[dict[str, Any]]:
-    records, run.new_records = run.new_records, []
-    return records
-
-
-def _record(run: Run, record: dict[str, Any]) -> None:
-    run.metrics.write(record)
-    run.new_records.append(record)
-
-
 def step(run: Run) -> None:
     """One optimizer step over a whole batch, in micro-batches."""
     config, progress = run.config, run.progress
     if run.unrecorded is None:
         run.clock = Moment(run.device)
     try:
-        batch = next(run.batches, None)
+        batch = next(run.data.batches, None)
     except Exception:  # a shard that was cut short, or whatever a person's own batches raise
         _save_what_is_done(run)
         raise
     if batch is None:
         _save_what_is_done(run)
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; the run is saved")
-    random = native.random_states(run.device)
+    random = random_states(run.device)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
     try:
         loss, states = _accumulate(run, batch)
@@ -166,7 +140,7 @@ def step(run: Run) -> None:
         run.optimizer.zero_grad(set_to_none=True)
         if isinstance(error, torch.AcceleratorError):
             raise  # the device can no longer be read
-        native.restore_random_states(random, run.device)
+        restore_random_states(random, run.device)
         if not isinstance(error, StopRequested):
             _save_what_is_done(run)
         raise
@@ -199,12 +173,12 @@ def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
         run.stopper.check()
         micro = batch.rows(begin, begin + rows).to(run.device)
         memory = _memory_before(run, micro, begin)
-        micro_loss, *memory_after = run.pass_over(
+        micro_loss, *memory_after = run.run_micro_batch(
             micro.tokens, micro.targets, micro.doc_ids, micro.loss_mask, num_targets, *memory
         )
         loss += micro_loss.to(loss)
         if memory_after:
-            states.append(State.of(memory_after))
+            states.append(run.model.state_of(memory_after))
     return loss, State.join(states) if states else None
 
 
@@ -231,19 +205,18 @@ def record_last_step(run: Run) -> None:
         "type": "train",
         "step": step.progress.step,
         "loss": loss,
-        "bits_per_byte": _bits_per_byte(run.train_data, loss),
+        "bits_per_byte": _bits_per_byte(run.data.train, loss),
         "lr": step.rate,
         "grad_norm": norm,
         "tokens": step.progress.tokens,
-        "epoch": step.progress.next_row / run.epoch_rows if run.epoch_rows else None,
+        "epoch": step.progress.next_row / run.data.epoch_rows if run.data.epoch_rows else None,
         "tokens_per_second": step.num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
-        "memory_bytes": peak_memory(run.device, run.pass_over.hidden_bytes),
+        "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
     }
     if not run.has_trained:
         _note_beginning(run, step.progress.step - 1)
-    _record(run, record)
-    run.display.step(record)
+    run.recorder.write(record)
     # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
     if not math.isfinite(loss):
         _set_unproven_aside(run)
@@ -297,7 +270,7 @@ def look(run: Run) -> None:
     if progress.looked_at == progress.step or progress.step == 0:
         return
     is_last = progress.step == run.total_steps
-    evaluates = run.val_ranges and _is_due(progress.step, config.train.eval_every, is_last)
+    evaluates = run.data.val_ranges and _is_due(progress.step, config.train.eval_every, is_last)
     samples = _is_due(progress.step, config.track.sample_every, is_last)
     if evaluates or samples:
         record_last_step(run)
@@ -309,12 +282,9 @@ def look(run: Run) -> None:
         records += _with_room(run, lambda run: list(_sample(run)))
     progress.looked_at = progress.step
     for record in records:
-        _record(run, record)
+        run.recorder.write(record)
         if record["type"] == "eval":
-            run.display.evaluated(record)
             _note_best(run, record["loss"])
-        else:
-            run.display.sampled(record)
 
 
 def _with_room(run: Run, work: Callable[[Run], Found]) -> Found:
@@ -322,9 +292,9 @@ def _with_room(run: Run, work: Callable[[Run], Found]) -> Found:
     try:
         return work(run)
     except torch.OutOfMemoryError:
-        if not isinstance(run.pass_over, GraphedPass) or not run.pass_over.is_captured:
+        if not isinstance(run.run_micro_batch, GraphedPass) or not run.run_micro_batch.is_captured:
             raise
-    run.pass_over.release()
+    run.run_micro_batch.release()
     return work(run)
 
 
@@ -333,10 +303,10 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 
 
 def _evaluate(run: Run) -> dict[str, Any]:
-    assert run.val_data is not None
+    assert run.data.val is not None
     rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
     run.display.doing("evaluating")
-    batches = lanes(run.val_data, run.val_ranges, rows, run.config.data.sequence_length)
+    batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
     result = score(run.model, batches, dtype=run.dtype, before_batch=run.stopper.check)
     run.display.doing("training")
     if not math.isfinite(result.loss):
@@ -347,7 +317,7 @@ def _evaluate(run: Run) -> dict[str, Any]:
         "step": run.progress.step,
         "loss": result.loss,
         "perplexity": math.exp(min(result.loss, 700.0)),
-        "bits_per_byte": _bits_per_byte(run.val_data, result.loss),
+        "bits_per_byte": _bits_per_byte(run.data.val, result.loss),
         "targets": result.targets,
     }
 
@@ -362,14 +332,14 @@ def _note_best(run: Run, loss: float) -> None:
 
 def _sample(run: Run) -> Iterator[dict[str, Any]]:
     """What the model writes now. Its randomness is its own, so that samples change nothing in the run."""
-    if run.tokenizer is None:
+    if run.data.tokenizer is None:
         return
     run.model.eval()
     try:
         for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
             run.stopper.check()
             text = generate_text(
-                run.model, run.tokenizer, [prompt], end_tokens=run.end_tokens, seed=number,
+                run.model, run.data.tokenizer, [prompt], end_tokens=run.data.end_tokens, seed=number,
                 max_new_tokens=run.config.track.sample_tokens, temperature=0.8, top_p=0.95,
             )  # fmt: skip
             whole = "".join(piece for _, piece in text)
@@ -380,11 +350,12 @@ def _sample(run: Run) -> Iterator[dict[str, Any]]:
 
 def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
     """How some documents begin that the model has not learned from, where there are any."""
-    data, ranges = (run.val_data, run.val_ranges) if run.val_ranges else (run.train_data, [(0, num_tokens)])
-    if data is None or run.tokenizer is None:
+    data = run.data.val if run.data.val_ranges else run.data.train
+    ranges = run.data.val_ranges or ((0, num_tokens),)
+    if data is None or run.data.tokenizer is None:
         return []
     tokens = [data.layout.tokens(data.read(begin, min(end, begin + num_tokens))) for begin, end in ranges[:count]]
-    return [text for text in (run.tokenizer.decode(part.tolist()) for part in tokens) if text]
+    return [text for text in (run.data.tokenizer.decode(part.tolist()) for part in tokens) if text]
 
 
 def is_save_due(run: Run) -> bool:
@@ -404,7 +375,8 @@ def save(run: Run) -> None:
         if not run.metrics.is_in_place():
             raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
         _check_weights(run)
-        folder = native.write(run.folder, progress.step, run.model, run.tokenizer, run.end_tokens, _state(run))
+        files = native.snapshot(run.model, run.data.tokenizer, run.data.end_tokens, training_state(run))
+        folder = native.write(run.folder, progress.step, files)
         run.saved_step, run.saved_looked_at = progress.step, progress.looked_at
         run.display.say(f"step {progress.step:,}: saved in {folder}")
         run.display.doing("training")
@@ -422,15 +394,19 @@ def tidy(run: Run) -> None:
     native.retain(run.folder, config.keep_last + unproven, config.keep_every, best)
 
 
-def _state(run: Run) -> TrainState:
-    tensors = native.random_states(run.device)
-    if run.carried is not None:
-        for i, layer in enumerate(run.carried.layers):
-            tensors |= {f"carried/{i}/conv": layer.conv, f"carried/{i}/ssm": layer.ssm}
-    values = {
-        **dataclasses.asdict(run.progress),
-        "fingerprint": run.fingerprint,
-        "metrics_bytes": run.metrics.length(),
-        "scaler": run.scaler.state_dict(),
-    }
-    return TrainState(optimizer_tensors(run.model, run.optimizer), tensors, values, run.config.to_json())
+def training_state(run: Run) -> TrainingState:
+    """All that the run needs to go on from here, besides the weights."""
+    return TrainingState(
+        dataclasses.replace(run.progress), optimizer_tensors(run.model, run.optimizer), random_states(run.device),
+        run.carried, run.scaler.state_dict(), run.data.fingerprint, run.metrics.length(), run.config.to_json(),
+    )  # fmt: skip
+
+
+def restore(run: Run, state: TrainingState) -> None:
+    """Put the run where the state was taken. Its progress, data and metrics were opened there."""
+    load_optimizer_tensors(run.model, run.optimizer, state.optimizer)
+    if state.scaler:  # empty after a run without one
+        run.scaler.load_state_dict(dict(state.scaler))
+    if state.carried is not None:
+        run.carried = state.carried.map(lambda memory: memory.to(run.device))
+    restore_random_states(state.random, run.device)

@@ -6,7 +6,7 @@ they are captured once as a CUDA graph, which one call replays: the same kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ class PlainPass:
     scaler: torch.amp.GradScaler
     device: torch.device
     dtype: torch.dtype
+    state_of: Callable[[Sequence[Tensor]], State] | None = None  # the state whose tensors these are
     hidden_bytes: ClassVar[int] = 0
     is_captured: ClassVar[bool] = False
 
@@ -34,7 +35,7 @@ class PlainPass:
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None, loss_mask: Tensor | None, num_targets: Tensor,
         *memory: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        state = State.of(memory) if memory else None
+        state = self.state_of(memory) if memory and self.state_of else None
         with autocast(self.device, self.dtype):
             output = self.forward(tokens, doc_ids=doc_ids, state=state, targets=targets, loss_mask=loss_mask)
         assert output.loss_sum is not None
@@ -164,7 +165,7 @@ def make_pass(
     """The pass over micro-batches of this shape: a CUDA graph where there is a GPU, unless torch.compile has its own
     way."""
     device = model.lm_head.weight.device
-    plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype)
+    plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
     if not graphed or compiled or device.type != "cuda":
         return plain
     return GraphedPass(plain, model.parameters(), shape)

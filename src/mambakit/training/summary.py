@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..checkpoint import native
 from ..config import OptimConfig
 from ..measure import environment
@@ -18,20 +16,20 @@ PARAMETERS = "parameters.txt"
 LARGEST_JUMP = 1.5  # of the learning rate on resume, before it is told
 
 
-def introduce(run: Run, checkpoint: Path | None) -> None:
+def introduce(run: Run) -> None:
     """What this run is and what it will take, before it begins. All settings are in its folder."""
-    config = run.config
+    config, checkpoint = run.config, run.start.checkpoint
     (run.folder / PARAMETERS).write_text("\n".join(describe_groups(run.model, config.optim)) + "\n", encoding="utf-8")
     name = run.device if run.device.type == "cpu" else environment(run.device)["device"]["name"]
     say(
         f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
         f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
     )
-    if run.train_data:
-        counts, held_out = run.train_data.counts, run.val_data.counts.tokens if run.val_data else 0
+    if run.data.train:
+        counts, held_out = run.data.train.counts, run.data.val.counts.tokens if run.data.val else 0
         say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
     left = run.total_steps - run.progress.step
-    if run.train_data is None:
+    if run.data.train is None:
         say(f"{left:,} steps on batches of your own; learning rate {config.optim.lr:g}, {config.optim.schedule}")
     else:
         rows = f"{config.batch_rows} rows of {config.data.sequence_length}, {config.micro_batch_rows} at once"
@@ -39,8 +37,8 @@ def introduce(run: Run, checkpoint: Path | None) -> None:
             f"steps of {config.train.batch_tokens:,} tokens: {rows}; learning rate {config.optim.lr:g}, "
             f"{config.optim.schedule}"
         )
-    if left > 0 and run.train_data:
-        ahead = cost(config, left, run.epoch_rows, run.device, run.dtype, run.matmul_flops)
+    if left > 0 and run.data.train:
+        ahead = cost(config, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
         for warning in ahead.warnings():
             say(f"note: {warning}")
@@ -82,4 +80,4 @@ def sum_up(run: Run) -> None:
 
 
 def _validation_bits(run: Run, loss: float) -> float | None:
-    return bits_per_byte(loss, run.val_data.counts, run.val_data.index.vocab_size) if run.val_data else None
+    return bits_per_byte(loss, run.data.val.counts, run.data.val.index.vocab_size) if run.data.val else None

@@ -1,0 +1,138 @@
+"""What a run trains and evaluates on: the folder of shards, its two splits, and the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..checkpoint import CheckpointError
+from ..checkpoint.state import Progress, TrainingState
+from ..config import ConfigError, RunConfig, resolve
+from ..data.foreign import adopt, is_tokens
+from ..data.lanes import Range, document_ranges, num_targets
+from ..data.loader import Batch, Loader
+from ..data.prepare import prepare_once
+from ..data.shards import INDEX, TOKENIZER, ShardError, TokenStream, is_shards, read_index, read_tokenizer
+from ..data.tokenize import end_token, same_tokenizer, vocab_size
+from ..files import UserError
+from ..progress import say
+from .own_batches import own_batches
+
+ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "mix", "temperature")  # of the data, for its rows
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    batches: Iterator[Batch]
+    loader: Loader | None = None  # None for batches of a person's own
+    val: TokenStream | None = None
+    val_ranges: tuple[Range, ...] = ()  # the documents that are evaluated on
+    tokenizer: Tokenizer | None = None
+    end_tokens: tuple[int, ...] = ()
+
+    @property
+    def train(self) -> TokenStream | None:
+        return self.loader.stream if self.loader else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the rows and their order, to notice other data on resume."""
+        return self.loader.fingerprint if self.loader else None
+
+    @property
+    def epoch_rows(self) -> int | None:
+        return self.loader.epoch_rows if self.loader else None
+
+
+def find_shards(config: RunConfig, run: Path) -> Path | None:
+    """The folder of shards to train on, prepared now where text was named; the run's own files are no text."""
+    paths = [Path(path) for path in config.data.path]
+    if not paths:
+        return None
+    if any(is_shards(path) for path in paths):
+        if len(paths) > 1:
+            raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
+        return paths[0]
+    if all(is_tokens(path) for path in paths):
+        return adopt(paths, config.data.tokenizer, config.data.tokens)
+    return prepare_once(
+        config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction,
+        text_column=config.data.text_column, separator=config.data.separator, leave_out=run,
+    )  # fmt: skip
+
+
+def open_data(
+    config: RunConfig, shards: Path | None, batches: Iterable[Any] | None, progress: Progress
+) -> TrainingData:
+    """The data of a run that has come so far."""
+    if shards is None:
+        return TrainingData(_own_batches(batches or (), progress, config))
+    val = TokenStream(shards, "val")
+    loader = None
+    if batches is None:
+        loader = Loader(TokenStream(shards, "train"), config.data, config.batch_rows, next_row=progress.next_row)
+    return TrainingData(
+        iter(loader) if loader else _own_batches(batches or (), progress, config),
+        loader, val, tuple(_val_ranges(val, config.train.eval_tokens)), tokenizer_of(shards),
+        (read_index(shards).end_token,),
+    )  # fmt: skip
+
+
+def _own_batches(batches: Iterable[Any], progress: Progress, config: RunConfig) -> Iterator[Batch]:
+    rows = config.batch_rows if config.data.carry_state else None
+    return own_batches(batches, progress.step, config.model.vocab_size, rows)
+
+
+def _val_ranges(val: TokenStream, eval_tokens: int | None) -> list[Range]:
+    """What is evaluated on: documents with something to predict, else the loss of nothing would be the best."""
+    if not len(val):
+        return []
+    ranges = document_ranges(val, eval_tokens)
+    if num_targets(val, ranges):
+        return ranges
+    if val.counts.targets:
+        raise ConfigError(
+            f"train.eval_tokens={eval_tokens} of the validation split have no token to predict; raise it, or set null"
+        )
+    say("the validation split has no token to predict, so that nothing is evaluated")
+    return []
+
+
+def tokenizer_of(shards: Path) -> Tokenizer:
+    index = read_index(shards)
+    tokenizer = Tokenizer.from_str(read_tokenizer(shards, index))
+    if (vocab_size(tokenizer), end_token(tokenizer)) != (index.vocab_size, index.end_token):
+        raise ShardError(
+            f"{shards / INDEX} is damaged: it says {index.vocab_size} ids, of which {index.end_token} ends a text, but "
+            f"the tokenizer has {vocab_size(tokenizer)}, and {end_token(tokenizer)} does; prepare the data again"
+        )
+    return tokenizer
+
+
+def check_same_tokenizer(model: Path | None, shards: Path | None) -> None:
+    """Token ids mean something to a model only by the tokenizer it has learned with."""
+    theirs = model / TOKENIZER if model else None
+    if theirs is None or shards is None or not theirs.is_file():
+        return
+    if not same_tokenizer(theirs.read_text(encoding="utf-8"), tokenizer_of(shards).to_str()):
+        raise CheckpointError(
+            f"the data was made with another tokenizer than the model in {model}; prepare it with --tokenizer {theirs}"
+        )
+
+
+def check_same_rows(state: TrainingState | None, loader: Loader | None, checkpoint: Path | None) -> None:
+    """A resumed run reads the rows that it would have read."""
+    if state is None or state.fingerprint is None or loader is None or state.fingerprint == loader.fingerprint:
+        return
+    then, now = resolve(state.config), loader.config
+    changed = [f"data.{name}" for name in ORDER_SETTINGS if getattr(then.data, name) != getattr(now, name)]
+    if now.carry_state and then.batch_rows != loader.batch_rows:
+        changed.append("train.batch_tokens (with data.carry_state)")
+    raise CheckpointError(
+        f"the rows of {checkpoint} came from other data, or in another order: {' and '.join(changed) or 'the shards'} "
+        "changed since; put that back, or start a new run with --init-from"
+    )

@@ -1,0 +1,124 @@
+"""What a run begins from: nothing, a checkpoint of its own to go on from, or the weights of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import CheckpointError, native
+from ..checkpoint.loading import read_config as read_model_config
+from ..config import ConfigError, read_run_config
+from ..data.shards import TOKENIZER
+from ..files import UserError, path_of
+from ..progress import say
+
+LEFT_AT_ONCE = {"lock", "parameters.txt"}  # what a run has that was killed before its first step
+Resume = bool | str | Path  # from the newest good checkpoint, or from the one named
+
+
+@dataclass(frozen=True)
+class Start:
+    """Decided once, by the process that holds the run's lock."""
+
+    folder: Path  # of the run
+    checkpoint: Path | None = None  # to go on from; verified
+    init_from: Path | None = None  # a model folder, for the weights of a new run; verified
+    settings: tuple[Mapping[str, Any], ...] = ()  # those of the run as it was, or of the model; those given now win
+    is_new: bool = True  # nothing of the run is there yet
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder whose weights the run begins with; None for new ones."""
+        return self.checkpoint or self.init_from
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the checkpoint is one of the run's, by the name that it was saved under."""
+        return self.checkpoint in native.checkpoints(self.folder)
+
+    @classmethod
+    def of(cls, folder: Path, resume: Resume, init_from: str | Path | None) -> Start:
+        native.remove_abandoned(folder)
+        if not resume:
+            return cls.of_model(init_from, folder)
+        if isinstance(resume, bool):
+            checkpoint = _newest_good(folder)
+            stored = _stored_settings(folder, checkpoint)
+        else:
+            checkpoint = _named(folder, path_of(resume))
+            stored = native.read_state(checkpoint).config
+        if checkpoint is None and stored is None:
+            return cls.of_model(init_from, folder)
+        if checkpoint is None and init_from is not None:  # killed before the first checkpoint
+            source = native.find(path_of(init_from), substitute=False)
+            return cls(folder, None, source, (stored or {}, _settings_of(source)), is_new=False)
+        return cls(folder, checkpoint, None, (stored,) if stored else (), is_new=False)
+
+    @classmethod
+    def of_model(cls, init_from: str | Path | None, folder: Path = Path()) -> Start:
+        """A new run, with the weights of another model or with its own."""
+        if init_from is None:
+            return cls(folder)
+        source = native.find(path_of(init_from), substitute=False)
+        return cls(folder, None, source, (_settings_of(source),))
+
+
+def check_place(folder: Path, resume: Resume) -> None:
+    """A new run needs a place where nothing is."""
+    exists = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists() or native.checkpoints(folder)
+    if exists and not resume:
+        raise UserError(f"the run {folder} exists; go on with it by --resume, or choose another --out")
+    if not exists and folder.is_dir() and {path.name for path in folder.iterdir()} - LEFT_AT_ONCE:
+        raise UserError(f"{folder} exists and is not empty; choose another --out for the run")
+
+
+def _newest_good(folder: Path) -> Path | None:
+    chosen, bad = native.newest_good(folder)
+    told = [f"{path.name} is damaged: {'; '.join(problems)}" for path, problems in bad.items()]
+    if bad and chosen is None:
+        lines = [f"no checkpoint of {folder} can be used; remove {folder / 'checkpoints'} to begin anew", *told]
+        raise CheckpointError("\n".join(lines))
+    for line in told:
+        say(line)
+    if bad and chosen:
+        say(f"going on from {chosen.name} instead")
+    return chosen
+
+
+def _named(folder: Path, named: Path) -> Path:
+    if not named.exists() and (folder / "checkpoints" / named).is_dir():
+        named = folder / "checkpoints" / named  # by its name alone, as messages have it
+    if not named.is_dir():
+        raise CheckpointError(f"the checkpoint {named} does not exist")
+    own = folder / "checkpoints" / named.name
+    if own.exists() and own.samefile(named):
+        named = own
+    elif native.checkpoints(folder):
+        raise UserError(f"{named} is a checkpoint of another run than {folder}; go on from it in a new --out")
+    if not (named / "train").is_dir():
+        raise CheckpointError(f"{named} holds a model, but no training to go on from; start with --init-from {named}")
+    if problems := list(native.verify(named)):
+        raise CheckpointError(f"{named} is damaged: {'; '.join(problems)}")
+    return named
+
+
+def _stored_settings(folder: Path, checkpoint: Path | None) -> Mapping[str, Any] | None:
+    """The settings of the run as it was, of its last step."""
+    if (folder / "config.json").exists():
+        try:
+            return read_run_config(folder)
+        except ConfigError as error:
+            if checkpoint is None:
+                raise
+            say(f"{error}\nthe settings are taken from the newest checkpoint")
+    return native.read_state(checkpoint).config if checkpoint else None
+
+
+def _settings_of(source: Path) -> Mapping[str, Any]:
+    """The settings that come with the weights of another model: its own, and its tokenizer for text."""
+    settings: dict[str, Any] = {"model": read_model_config(source).model_dump()}
+    if (source / TOKENIZER).is_file():
+        settings["data"] = {"tokenizer": str(source / TOKENIZER)}
+    return settings
