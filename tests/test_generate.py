@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mambakit import MambaLM
 from mambakit.checkpoint import CheckpointError, LoadedModel
+from mambakit.data.tokenize import bytes_tokenizer, vocab_size
 from mambakit.files import UserError
 from mambakit.generate import PREFILL_TOKENS, generate_batch, generate_text, generate_tokens
 
@@ -430,3 +431,10 @@ def test_a_prompt_is_neither_cut_nor_filled_up(reciter: LoadedModel) -> None:
     before = cutting.to_str()
     assert LoadedModel(reciter.model, cutting, (END,)).generate([begin, ""], temperature=0) == expected
     assert cutting.to_str() == before and cutting.truncation is not None and cutting.padding is not None
+
+
+def test_a_prompt_that_is_not_utf_8_is_told() -> None:
+    tokenizer = bytes_tokenizer()
+    model = small_model("mamba1", vocab_size=vocab_size(tokenizer))
+    with pytest.raises(UserError, match="is not UTF-8"):
+        list(generate_text(model, tokenizer, ["caf\udce9"]))

@@ -21,7 +21,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from . import __version__
 from .config import SECTIONS, ConfigError, read_config, read_yaml, write_yaml
-from .files import RunError, UserError, is_full
+from .files import RunError, UserError, is_full, path_of
 from .presets import MODELS
 from .progress import for_stdout, say
 
@@ -233,7 +233,7 @@ def train(
     sources = _flat(data)
     if len(sources) > 1 and config is None and Path(sources[-1]).suffix in (".yaml", ".yml"):
         config = Path(sources.pop())
-    file = read_config(config) if config is not None else {}
+    file = read_config(path_of(config)) if config is not None else {}
     named = {
         "recipe": recipe,
         "model": {"preset": model} if model else None,
@@ -453,7 +453,7 @@ def verify(
     if not path:
         raise ConfigError("there is nothing to verify; name shard folders, checkpoints, runs or model folders")
     problems: dict[str, list[str]] = {}
-    for folder in path:
+    for folder in map(path_of, path):
         try:
             problems[str(folder)] = list(run(folder))
         except UserError as error:  # the others are looked at all the same

@@ -602,14 +602,23 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
+# Some settings that a run has always had in its config.json: without one of them, it is not whole.
+REQUIRED_OF_A_RUN = {"model": ("kind", "d_model"), "data": ("path",), "optim": ("lr",), "train": ("batch_tokens",)}
+
+
 def read_run_config(run: Path) -> dict[str, Any]:
     """The settings of a run, which are whole."""
     path = run / "config.json"
     stored = read_config(path)
     try:
-        if not isinstance(stored.get("model"), dict) or not isinstance(stored.get("data"), dict):
-            raise ConfigError("it holds no settings of a run")
-        resolve(stored)
+        whole = resolve(stored).to_json()
+        if absent := [
+            f"{section}.{name}"
+            for section, settings in whole.items()
+            for name in settings
+            if name in REQUIRED_OF_A_RUN.get(section, ()) and name not in (stored.get(section) or {})
+        ]:
+            raise ConfigError(f"{absent[0]} is missing")
     except ConfigError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
     return stored

@@ -50,6 +50,7 @@ BASELINE_CONTEXT = 2048  # of a foreign model that does not say its own
 SAMPLE_TOKENS = 16  # of a document that a sample goes on from
 SAMPLE_ROWS = 32  # samples that are written side by side
 BLOCK = 2**20  # tokens that are looked at in one go
+LARGEST_EXPONENT = 700.0  # a perplexity beyond exp(700) is none that can be written
 GZIP = "gzip"
 ALL = "all"  # what is evaluated of text, or of files of tokens, which have no splits
 LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not give back the text that it was given
@@ -155,7 +156,7 @@ def evaluate(
     Hugging Face name; each sees the same bytes. `text_column` and `separator` say how text is read, as for `prepare`.
     """
     model, data = path_of(model), paths_of(data)
-    baselines = [baselines] if isinstance(baselines, str) else baselines
+    baselines = paths_of(baselines)
     _check_arguments(data, split, window, samples, max_tokens, batch_rows)
     place = choose_device(device)
     dtype = choose_dtype(precision, place)
@@ -214,8 +215,9 @@ def _check_arguments(
 def keep_in_run(model: Path, evaluation: Evaluation) -> None:
     """Note an evaluation in the run it is of, or of whose checkpoint, for the run's report. A folder that is neither is
     left as it is."""
-    if model in native.checkpoints(model.parent.parent):
-        run = model.parent.parent
+    above = model.absolute().parent.parent
+    if model.absolute() in native.checkpoints(above):
+        run = above
     elif (model / "checkpoints").is_dir():
         run = model
     else:
@@ -341,11 +343,12 @@ class _Text:
         if not math.isfinite(found.loss_sum):
             raise UserError(f"the loss of {name} is {found.loss_sum}: its weights are not finite, or overflow")
         nats = found.loss_sum + self.num_firsts * math.log(self.stream.index.vocab_size)
+        per_word = nats / self.num_words if self.num_words else None
         return Result(
             model=name,
             loss=found.loss,
-            perplexity=math.exp(min(found.loss, 700.0)),
-            word_perplexity=math.exp(min(nats / self.num_words, 700.0)) if self.num_words else None,
+            perplexity=math.exp(found.loss) if found.loss < LARGEST_EXPONENT else None,
+            word_perplexity=math.exp(per_word) if per_word is not None and per_word < LARGEST_EXPONENT else None,
             bits_per_byte=nats / math.log(2) / self.num_bytes if self.num_bytes else None,
             documents=len(self.ranges),
             targets=found.targets,

@@ -296,6 +296,10 @@ def _pieces(
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> list[int]:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"the prompt {prompt!r} is not UTF-8; give it in UTF-8, as the terminal should be") from None
     tokens = tokenizer.encode(prompt).ids or (list(end_tokens[:1]) if prompt == "" else [])
     if not tokens:
         raise UserError(

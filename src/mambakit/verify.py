@@ -29,7 +29,10 @@ def verify(path: Path) -> Iterator[str]:
             read_run_config(path)
         except UserError as error:
             yield str(error)
-        yield from _verify_metrics(path / "metrics.jsonl")
+        saved = native.checkpoints(path)
+        yield from _verify_metrics(path / "metrics.jsonl", native.step_of(saved[0]) if saved else 0)
+    elif (path / "metrics.jsonl").is_file():
+        raise UserError(f"{path} is a run that has no checkpoint yet")
     elif (path / "config.json").is_file():
         yield from _verify_model(path)
     else:
@@ -52,8 +55,8 @@ def _verify_model(path: Path) -> Iterator[str]:
         yield f"{path} holds weights that are not finite: {bad[0]}{f' and {len(bad) - 1} more' if bad[1:] else ''}"
 
 
-def _verify_metrics(path: Path) -> Iterator[str]:
-    """Each line is JSON, and each step is there once."""
+def _verify_metrics(path: Path, saved_step: int) -> Iterator[str]:
+    """Each line is JSON, and each step up to that of the newest checkpoint is there once."""
     if not path.is_file():
         yield f"{path} is missing"
         return
@@ -71,5 +74,10 @@ def _verify_metrics(path: Path) -> Iterator[str]:
                 if step in steps:
                     yield f"{path}: step {step} is there twice"
                 steps.add(step)
-    if steps and steps != set(range(1, max(steps) + 1)):
-        yield f"{path}: of {max(steps)} steps, {max(steps) - len(steps)} are missing"
+    last = max(steps, default=0)
+    if steps and min(steps) < 1:
+        yield f"{path}: step {min(steps)} is no step of a run"
+    elif len(steps) != last:
+        yield f"{path}: of {last} steps, {last - len(steps)} are missing"
+    if last < saved_step:
+        yield f"{path} ends at step {last}, but there is a checkpoint of step {saved_step}"

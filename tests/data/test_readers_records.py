@@ -75,7 +75,9 @@ def test_a_column_that_is_not_there_is_named() -> None:
     there = "no column body; it has text, title: choose with --text-column"
     assert _reason(records.jsonl, _lines({"text": "a", "title": "b"}), "body") == there
     assert _reason(records.jsonl, _lines({"text": "a", "title": "b"}), "{body}") == there
-    assert _reason(records.jsonl, _lines({"text": ["a"]}), "{text}").startswith("no column text; it has text:")
+    assert _reason(records.jsonl, _lines({"text": ["a"], "id": 1}), "{text}") == (
+        "no column text of text, but of list; it has text (list), id (number): choose with --text-column"
+    )
     assert (
         _reason(records.jsonl, _lines({"q": "a", "a": "b"})) == "no text column; it has q, a: choose with --text-column"
     )

@@ -315,7 +315,8 @@ def test_a_refused_resume_names_what_has_changed(shards: Path, copy: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    "text", ['{"model": null}', "{}", '{"model": {"kind": ["x"]}, "train": 5, "data": {"path": [1]}}']
+    "text",
+    ['{"model": null}', '{"model": {}, "data": {}}', '{"model": {"kind": ["x"]}, "train": 5, "data": {"path": [1]}}'],
 )
 def test_settings_that_are_none_are_taken_from_the_checkpoint(
     text: str, copy: Path, capsys: pytest.CaptureFixture[str]
@@ -347,3 +348,17 @@ def test_a_model_that_cannot_fit_is_told_before_it_is_built(shards: Path, tmp_pa
 def test_mistakes_are_told_before_a_run_that_exists(copy: Path, shards: Path) -> None:
     with pytest.raises(ConfigError, match="lr"):
         train(settings(shards, optim={"lr": -1}), out=copy)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ('{"type": "train", "step": 3000000000}', "of 3000000000 steps, 2999999999 are missing"),
+        ('{"type": "train", "step": -5}', "step -5 is no step of a run"),
+        ('{"type": "train", "step": 1}', "ends at step 1, but there is a checkpoint of step 12"),
+        ("", "ends at step 0, but there is a checkpoint of step 12"),
+    ],
+)
+def test_records_that_are_lost_are_told(lines: str, problem: str, copy: Path) -> None:
+    (copy / "metrics.jsonl").write_text(lines + "\n" if lines else "")
+    assert any(problem in found for found in verify(copy))

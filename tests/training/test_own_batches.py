@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runs import state_bytes
 
-from mambakit.checkpoint import native
+from mambakit.checkpoint import CheckpointError, native
+from mambakit.data.loader import Batch
 from mambakit.files import UserError
 from mambakit.training.run import train
+from mambakit.verify import verify
 
 CONFIG: dict[str, Any] = {
     "model": {"kind": "mamba1", "d_model": 8, "num_layers": 1, "vocab_size": 50, "vocab_multiple": 8},
@@ -36,11 +39,21 @@ WRONG: dict[str, tuple[Any, str]] = {
         rows() | {"loss_maks": torch.ones(4, 8)},
         "'loss_maks', which is no part of one; known: tokens",
     ),
-    "a mask of fractions": (rows() | {"loss_mask": torch.full((4, 8), 0.4)}, "a mask of fractions"),
+    "a mask of fractions": (
+        rows() | {"loss_mask": torch.full((4, 8), 0.4)},
+        "loss_mask of other values than true and false",
+    ),
     "no rows": (torch.zeros(0, 9, dtype=torch.int64), "need at least one row"),
     "rows of one token": (torch.zeros(4, 1, dtype=torch.int64), "need at least one row of one token and its target"),
     "ids of the padding": (torch.full((4, 9), 50), "tokens with 50, outside the vocabulary 0…49"),
     "ids that mean nothing": (rows() | {"targets": torch.full((4, 8), -100)}, "targets with -100.*go into loss_mask"),
+    "documents beyond 32 bits": (
+        rows() | {"doc_ids": torch.full((4, 8), 2**32)},
+        "doc_ids of values that are no int32",
+    ),
+    "documents of fractions": (rows() | {"doc_ids": torch.zeros(4, 8)}, "doc_ids of values that are no int32"),
+    "rows of other lengths": ([[1, 2, 3], [1, 2]], "rows of a batch cannot be used: need numbers in rows of equal"),
+    "nothing": (None, "rows of a batch cannot be used"),
     "fractions": (torch.zeros(4, 9), "float32 of shape"),
 }
 
@@ -107,3 +120,30 @@ def test_carried_states_need_the_same_rows_in_every_batch(tmp_path: Path) -> Non
     config = {**CONFIG, "data": {"sequence_length": 8, "carry_state": True}}
     with pytest.raises(UserError, match=r"has 3 rows; with data\.carry_state, need 4"):
         train(config, [rows(), {name: value[:3] for name, value in rows().items()}], out=tmp_path / "run", quiet=True)
+
+
+def test_batches_have_many_forms(tmp_path: Path) -> None:
+    """All batches as one tensor, rows as tensors of a list, arrays of any order, and `Batch` with ids of 64 bits."""
+    several = torch.stack([torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(n)) for n in range(3)])
+    backwards = np.ascontiguousarray(several.numpy().astype(">u2")[:, :, ::-1])[:, :, ::-1]
+    as_batches = [
+        Batch(some[:, :-1], some[:, 1:], torch.zeros(4, 8, dtype=torch.int64), torch.ones(4, 8), torch.zeros(4))
+        for some in several
+    ]
+    forms: list[Any] = [several, several.numpy(), [list(some) for some in several], list(backwards), as_batches]
+    config = {**CONFIG, "train": {"steps": 3, "batch_tokens": 32}}
+    for number, form in enumerate(forms):
+        train(config, form, out=tmp_path / str(number), quiet=True)
+    states = [state_bytes(tmp_path / str(number), 3) for number in range(len(forms))]
+    assert all(state == states[0] for state in states)
+
+
+def test_what_cannot_be_gone_through_is_no_batches(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="batches is a int; need an iterable of batches"):
+        train(CONFIG, 5, out=tmp_path / "run", quiet=True)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="the batches ended at step 0 of 9; there was none"):
+        train(CONFIG, [], out=tmp_path / "empty", quiet=True)
+    with pytest.raises(UserError, match="empty is a run that has no checkpoint yet"):
+        list(verify(tmp_path / "empty"))
+    with pytest.raises(CheckpointError, match="empty has no checkpoint yet; go on with it by mambakit train --resume"):
+        native.find(tmp_path / "empty")

@@ -237,7 +237,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")
     if not (path / "checkpoints").is_dir():
-        if not (path / "config.json").exists():
+        if not (path / "config.json").exists() or (path / "metrics.jsonl").exists():
             raise CheckpointError(_why_no_model(path))
         is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
         if is_one and (problems := list(verify_model(path))):
@@ -266,6 +266,8 @@ def find(path: Path, *, substitute: bool = True) -> Path:
 
 
 def _why_no_model(path: Path) -> str:
+    if (path / "metrics.jsonl").exists():
+        return f"the run {path} has no checkpoint yet; go on with it by mambakit train --resume --out {path}"
     if (path / "index.json").is_file():
         return f"{path} is a folder of shards, and no model; give a run, or a model folder"
     if checkpoints(path.parent) and path.name == "checkpoints":

@@ -70,13 +70,13 @@ def open_data(
 ) -> TrainingData:
     """The data of a run that has come so far."""
     if shards is None:
-        return TrainingData(_own_batches(batches or (), progress, config))
+        return TrainingData(_own_batches(() if batches is None else batches, progress, config))
     val = TokenStream(shards, "val")
     loader = None
     if batches is None:
         loader = Loader(TokenStream(shards, "train"), config.data, config.batch_rows, next_row=progress.next_row)
     return TrainingData(
-        iter(loader) if loader else _own_batches(batches or (), progress, config),
+        iter(loader) if loader else _own_batches(() if batches is None else batches, progress, config),
         loader, val, tuple(_val_ranges(val, config.train.eval_tokens)), tokenizer_of(shards),
         (read_index(shards).end_token,),
     )  # fmt: skip
@@ -113,12 +113,10 @@ def tokenizer_of(shards: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_same_tokenizer(model: Path | None, shards: Path | None) -> None:
-    """Token ids mean something to a model only by the tokenizer it has learned with."""
-    theirs = model / TOKENIZER if model else None
-    if theirs is None or shards is None or not theirs.is_file():
-        return
-    if not same_tokenizer(theirs.read_text(encoding="utf-8"), tokenizer_of(shards).to_str()):
+def check_tokenizer(shards: Path, model: Path | None) -> None:
+    """The tokenizer of the shards is whole, and that of the model: token ids mean nothing by another one."""
+    ours, theirs = tokenizer_of(shards).to_str(), model / TOKENIZER if model else None
+    if theirs is not None and theirs.is_file() and not same_tokenizer(theirs.read_text(encoding="utf-8"), ours):
         raise CheckpointError(
             f"the data was made with another tokenizer than the model in {model}; prepare it with --tokenizer {theirs}"
         )

@@ -131,7 +131,8 @@ def step(run: Run) -> None:
         raise
     if batch is None:
         _save_what_is_done(run)
-        raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; the run is saved")
+        saved = "the run is saved" if progress.step else "there was none"
+        raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; {saved}")
     random = random_states(run.device)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,25 +22,31 @@ DTYPES = {
 }
 
 
-def own_batches(batches: Iterable[Any], skip: int, vocab_size: int, rows: int | None = None) -> Iterator[Batch]:
+def own_batches(batches: Any, skip: int, vocab_size: int, rows: int | None = None) -> Iterator[Batch]:
     """A person's own batches, checked; those that a resumed run has seen are skipped. With `rows`, each has so many."""
-    for number, value in enumerate(batches):
-        if number >= skip:
-            batch = as_batch(value)
-            _check(batch, vocab_size, rows)
-            yield batch
+    try:
+        given = iter(batches)
+    except TypeError:
+        raise UserError(f"batches is a {type(batches).__name__}; need an iterable of batches") from None
+    return (_checked(value, vocab_size, rows) for value in itertools.islice(given, skip, None))
+
+
+def _checked(value: Any, vocab_size: int, rows: int | None) -> Batch:
+    batch = as_batch(value)
+    _check(batch, vocab_size, rows)
+    return batch
 
 
 def as_batch(value: Any) -> Batch:
     """A batch of one's own: `Batch`, a mapping, or (B, L+1) tokens; tensors, arrays or lists."""
     if isinstance(value, Batch):
-        return value
+        value = {name: getattr(value, name) for name in DTYPES}
     if not isinstance(value, Mapping):
-        rows = _tensor(value, torch.int64)
+        rows = _tensor("rows", value, torch.int64)
         value = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
     if unknown := [name for name in value if name not in DTYPES]:
         raise UserError(f"a batch has {unknown[0]!r}, which is no part of one; known: {', '.join(DTYPES)}")
-    given = {name: _tensor(value[name], dtype) for name, dtype in DTYPES.items() if value.get(name) is not None}
+    given = {name: _tensor(name, value[name], dtype) for name, dtype in DTYPES.items() if value.get(name) is not None}
     if missing := [name for name in ("tokens", "targets") if name not in given]:
         raise UserError(f"a batch has no {' and no '.join(missing)}; give both, or rows of L+1 tokens")
     tokens = given["tokens"]
@@ -71,13 +79,26 @@ def _check(batch: Batch, vocab_size: int, rows: int | None) -> None:
             raise UserError(f"a batch has {name} with {wrong}, outside the vocabulary 0…{vocab_size - 1}{mask}")
 
 
-def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
-    try:
-        found = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"a batch is no rows of equal length: {error}") from None
+def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """A part of a batch as a tensor of this dtype. What would not survive that is refused."""
+    found = _any_tensor(name, value)
     if found.dim() == 0 or (dtype == torch.int64 and (found.dim() != 2 or found.is_floating_point())):
         raise UserError(f"a batch has {found.dtype} of shape {tuple(found.shape)}; need rows of token ids, (B, L+1)")
-    if dtype == torch.bool and found.is_floating_point() and not bool(((found == 0) | (found == 1)).all()):
-        raise UserError("a batch has a mask of fractions; need true or false, 1 or 0")
+    if dtype == torch.bool:
+        if not bool(((found == 0) | (found == 1)).all()):
+            raise UserError(f"a batch has {name} of other values than true and false, 1 and 0, such as fractions")
+    elif found.is_floating_point() or not bool((found.to(dtype) == found.to(torch.int64)).all()):
+        kind = str(dtype).removeprefix("torch.")
+        raise UserError(f"a batch has {name} of values that are no {kind}; number the documents of a row 0, 1, 2, …")
     return found.to(dtype)
+
+
+def _any_tensor(name: str, value: Any) -> Tensor:
+    try:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+            return torch.stack(list(value))
+        if isinstance(value, np.ndarray):  # torch takes no other order of bytes, and no negative strides
+            value = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=False))
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name} of a batch cannot be used: need numbers in rows of equal length ({error})") from None

@@ -29,7 +29,7 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..progress import say, silence
 from . import history
-from .data import check_same_rows, check_same_tokenizer, find_shards, open_data
+from .data import check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
 from .history import Origin
 from .loop import Run, loop, restore, save, tidy
@@ -198,7 +198,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         # Where the shards are, so that a resumed run finds them although the text has changed since.
         layers = [*layers, {"data": {"path": [str(shards.absolute())]}}]
         config = resolve(*layers, vocab_size=index.vocab_size)
-    check_same_tokenizer(start.weights, shards)
+        check_tokenizer(shards, start.weights)
     _check_vocabulary(config, shards)
     return config, shards, origin
 

@@ -93,7 +93,7 @@ def rows(records: Records, text_column: str | None = None, note: Note = unheard)
             reason = str(problem)
             note(reason)
             if isinstance(record, dict) and not columns:
-                columns = [name[:LONGEST_NAME] for name in record if isinstance(name, str)]
+                columns = [f"{str(name)[:LONGEST_NAME]}{_kind(value)}" for name, value in record.items()]
             continue
         found = True
         yield from parts
@@ -127,6 +127,13 @@ def _parts(record: Any, text_column: str | None) -> list[Part]:
     return [Part(_written(words[0]))]
 
 
+def _kind(value: Any) -> str:
+    """What a column holds that is no text, in brackets."""
+    if _is_text(value):
+        return ""
+    return " (number)" if isinstance(value, Number | int | float) else f" ({type(value).__name__})"
+
+
 def _filled(record: dict[str, Any], text_column: str) -> str:
     """A column, or a template with columns in it."""
 
@@ -136,7 +143,8 @@ def _filled(record: dict[str, Any], text_column: str) -> str:
             return str(found)
         if found is None:
             return ""
-        raise Unreadable(f"no column {name}")
+        what = "" if name not in record else f" of text, but of {type(found).__name__}"
+        raise Unreadable(f"no column {name}{what}")
 
     if PLACE.search(text_column):
         return _written(PLACE.sub(lambda place: value(place[1]), text_column))
