@@ -14,7 +14,7 @@ from mambakit import MambaLM
 from mambakit.checkpoint import CheckpointError, LoadedModel
 from mambakit.data.tokenize import bytes_tokenizer, vocab_size
 from mambakit.files import UserError
-from mambakit.generate import PREFILL_TOKENS, generate_batch, generate_text, generate_tokens
+from mambakit.generate import PREFILL_TOKENS, Decoder, generate_batch, generate_text, generate_tokens
 
 SENTENCE = "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said the cat."
 END = 0  # "<|endoftext|>"
@@ -178,17 +178,30 @@ def test_a_row_that_ends_leaves_the_others_as_they_are(model: MambaLM, step_size
     assert step_sizes == [4] * place + [3] * (19 - place)
 
 
-def test_rows_end_when_the_caller_says_so(model: MambaLM, step_sizes: list[int]) -> None:
-    free = _batch(model, PROMPTS, seed=1)
+def test_a_decoder_takes_rows_in_and_lets_them_go(model: MambaLM, step_sizes: list[int]) -> None:
+    """Rows that come later, and others that end, change nothing for a row."""
+    alone = _batch(model, PROMPTS, temperature=0, max_new_tokens=8)
+    decoder = Decoder(model)
+    found: dict[int, list[int]] = {row: [] for row in range(len(PROMPTS))}
     step_sizes.clear()
-    ended: set[int] = set()
-    rows: list[list[int]] = [[] for _ in PROMPTS]
-    for row, token in generate_batch(model, PROMPTS, seed=1, max_new_tokens=40, ended=ended):
-        rows[row].append(token)
-        if len(rows[row]) == 5 - row:
-            ended.add(row)
-    assert rows == [tokens[: 5 - row] for row, tokens in enumerate(free)]
-    assert step_sizes == [4, 3, 2, 1]  # and none after the last token
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            tokens = [int(scores[: model.config.vocab_size].argmax()) for scores in decoder.logits]
+            for row, token in zip(decoder.rows, tokens, strict=True):
+                found[row].append(token)
+            decoder.step(tokens)
+
+    decoder.add({row: torch.tensor([PROMPTS[row]]) for row in (2, 0)})
+    steps(2)
+    decoder.add({1: torch.tensor([PROMPTS[1]])})
+    steps(2)
+    decoder.drop([0])
+    decoder.add({3: torch.tensor([PROMPTS[3]])})
+    steps(2)
+    decoder.drop([2, 1, 3])
+    assert decoder.rows == [] and step_sizes == [2, 2, 3, 3, 3, 3]
+    assert found == {row: alone[row][:length] for row, length in {0: 4, 1: 4, 2: 6, 3: 2}.items()}
 
 
 def test_a_batch_names_the_prompts_that_are_empty(model: MambaLM) -> None:

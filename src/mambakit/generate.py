@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,124 @@ from .model import MambaLM, State
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Rounds = Generator[dict[int, int], Collection[int], None]
 PREFILL_TOKENS = 2048  # a prompt is read in pieces of this size, so that memory does not grow with it
+
+
+class Decoder:
+    """Rows of text that go on together: `add` reads a prompt, `step` gives each row its next token, `drop` ends some.
+
+    `logits[i]`, (V), are the scores of what follows row `rows[i]`.
+    """
+
+    def __init__(self, model: MambaLM) -> None:
+        self.model = model
+        self.device = model.lm_head.weight.device
+        self.rows: list[int] = []
+        self.logits = torch.empty(0, model.config.padded_vocab_size, device=self.device)
+        self._state: State | None = None
+
+    @torch.inference_mode()
+    def add(self, prompts: Mapping[int, Tensor]) -> None:
+        """Read prompts (1, L), by row, each by itself and in pieces."""
+        logits, states = [self.logits][: len(self.rows)], [self._state] if self.rows and self._state else []
+        for prompt in prompts.values():
+            state: State | None = None
+            for piece in prompt.to(self.device).split(PREFILL_TOKENS, dim=1):
+                hidden, state = self.model.backbone(piece, None, state)
+            assert state is not None  # no prompt is empty
+            logits.append(self.model.lm_head(hidden[:, -1]))
+            states.append(state)
+        self.rows += prompts
+        self._set(torch.cat(logits), State.join(states))
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> None:
+        """Go on with one token for each row."""
+        assert self._state is not None
+        self._set(*self.model.step(torch.tensor(tokens, device=self.device), self._state))
+
+    @torch.inference_mode()
+    def drop(self, rows: Collection[int]) -> None:
+        """End these rows."""
+        going = [i for i, row in enumerate(self.rows) if row not in rows]
+        if len(going) < len(self.rows) and self._state is not None:
+            self.rows = [self.rows[i] for i in going]
+            self.logits, self._state = self.logits[going], self._state.map(itemgetter(going))
+
+    def _set(self, logits: Tensor, state: State) -> None:
+        _check_finite(self.model, logits)
+        self.logits, self._state = logits, state
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from its scores.
+
+    temperature 0 takes the likeliest. top_k keeps the k likeliest; top_p the fewest that together have probability p;
+    min_p those with at least p times the likeliest's probability. repetition_penalty above 1 makes seen tokens rarer.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def check(self) -> Iterator[str]:
+        """What is wrong with it."""
+        wrong = {
+            f"temperature={self.temperature}: need a number of at least 0": not self.temperature >= 0,
+            f"top_k={self.top_k}: need at least 1": self.top_k is not None and self.top_k < 1,
+            f"top_p={self.top_p}: need a number above 0 and at most 1": not 0 < (self.top_p or 1) <= 1,
+            f"min_p={self.min_p}: need a number from 0 to 1": not 0 <= (self.min_p or 0) <= 1,
+            f"repetition_penalty={self.repetition_penalty}: need a number above 0": not self.repetition_penalty > 0,
+        }
+        return (message for message, is_wrong in wrong.items() if is_wrong)
+
+    def choose(self, scores: Tensor, random: torch.Generator) -> int:
+        if self.temperature == 0:
+            return int(scores.argmax())
+        scores = (scores - scores.max()) / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[0]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -math.inf)
+        probabilities = scores.softmax(0)
+        if self.min_p is not None:
+            probabilities = probabilities.where(probabilities >= self.min_p * probabilities.max(), 0)
+        if self.top_p is not None:
+            ordered, order = (probabilities / probabilities.sum()).sort(descending=True)
+            beyond = ordered.cumsum(0) - ordered >= self.top_p  # those that come after p is reached; never the first
+            probabilities = probabilities.index_fill(0, order[beyond], 0)
+        return int(torch.multinomial(probabilities, 1, generator=random))
+
+
+class _Row:
+    """One row's choices: its source of random numbers, and which tokens it has seen."""
+
+    def __init__(
+        self, prompt: Sequence[int], number: int, seed: int | None, sampling: Sampling, vocab_size: int,
+        device: torch.device, first_tokens: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.sampling, self.first_tokens = sampling, first_tokens
+        self.random = _random(seed, number, device)
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.seen[[token for token in prompt if token < vocab_size]] = True
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor) -> int:
+        scores = logits[: len(self.seen)].float()
+        penalty = self.sampling.repetition_penalty
+        if penalty != 1.0:
+            damped = torch.where(scores > 0, scores / penalty, scores * penalty)
+            scores = torch.where(self.seen, damped, scores)
+        if self.first_tokens:
+            kept = torch.tensor(self.first_tokens, device=scores.device)
+            scores = torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
+            self.first_tokens = ()
+        token = self.sampling.choose(scores, self.random)
+        if penalty != 1.0:
+            self.seen[token] = True
+        return token
 
 
 def generate_tokens(model: MambaLM, prompt: Sequence[int], **options: Any) -> Iterator[int]:
@@ -31,42 +149,28 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 100,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     seed: int | None = None,
     stop: Sequence[int] = (),
-    ended: set[int] | None = None,
     first_tokens: Mapping[int, Sequence[int]] | None = None,
+    **sampling: Any,
 ) -> Iterator[tuple[int, int]]:
     """(row, token) for each token that follows a prompt, as soon as it is chosen.
 
-    temperature 0 takes the likeliest. top_k keeps the k likeliest; top_p the fewest that together have probability p;
-    min_p those with at least p times the likeliest's probability. repetition_penalty above 1 makes seen tokens rarer.
-    A row ends before a token of `stop`, or when the caller adds it to `ended` between two tokens; it begins with one of
-    its `first_tokens` where there are any. What a row gives depends on its prompt, its number and the seed, not on the
-    other rows.
+    A row ends before a token of `stop`; it begins with one of its `first_tokens` where there are any. What a row gives
+    depends on its prompt, its number and the seed, not on the other rows. Other options as for `Sampling`.
     """
-    _check(prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
-    device = model.lm_head.weight.device
-    rows = [torch.tensor([list(prompt)]) for prompt in prompts]
-    for tokens in rows:
-        model.check_input(tokens, 2)
-    randoms = [_random(seed, row, device) for row in range(len(prompts))]
+    rounds = _generate(model, prompts, max_new_tokens, seed, first_tokens or {}, sampling)
+    ends = frozenset(stop)
 
-    beginnings = dict(first_tokens or {})
+    def tokens() -> Iterator[tuple[int, int]]:
+        ended: set[int] = set()
+        chosen = next(rounds, None)
+        while chosen is not None:
+            ended |= {row for row, token in chosen.items() if token in ends}
+            yield from ((row, token) for row, token in chosen.items() if row not in ended)
+            chosen = _next(rounds, ended)
 
-    def choose(row: int, logits: Tensor, seen: Tensor) -> int:
-        scores = _adjust(logits[: model.config.vocab_size].float(), seen, repetition_penalty)
-        if (allowed := beginnings.pop(row, None)) is not None:
-            kept = torch.tensor(allowed, device=device)
-            scores = torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
-        return _choose(scores, temperature, top_k, top_p, min_p, randoms[row])
-
-    ended = set() if ended is None else ended
-    return _generate(model, [tokens.to(device) for tokens in rows], max_new_tokens, choose, frozenset(stop), ended)
+    return tokens()
 
 
 def generate_text(
@@ -101,9 +205,8 @@ def generate_text(
     texts = [_Text(tokenizer, prompt, stop_strings, row in first) for row, prompt in enumerate(tokens)]
     tokens = [prompt[:-1] if row in first else prompt for row, prompt in enumerate(tokens)]
     stop = frozenset(options.pop("stop", end_tokens))
-    ended: set[int] = set()
-    found = generate_batch(model, tokens, ended=ended, first_tokens=first, **options)
-    return _pieces(texts, found, stop, ended)
+    max_new_tokens, seed = options.pop("max_new_tokens", 100), options.pop("seed", None)
+    return _pieces(texts, _generate(model, tokens, max_new_tokens, seed, first, options), stop)
 
 
 def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
@@ -127,35 +230,39 @@ def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
 
 
 def _generate(
-    model: MambaLM, prompts: list[Tensor], max_new_tokens: int, choose: Callable[[int, Tensor, Tensor], int],
-    stop: frozenset[int], ended: set[int],
-) -> Iterator[tuple[int, int]]:  # fmt: skip
-    device = prompts[0].device
-    with torch.inference_mode():  # never across a yield: the caller's own code runs there
-        logits, state = _read(model, prompts)
-        _check_finite(model, logits)
-        seen = torch.zeros(len(prompts), model.config.padded_vocab_size, dtype=torch.bool, device=device)
-        for row, prompt in enumerate(prompts):
-            seen[row, prompt[0]] = True
-    rows = list(range(len(prompts)))  # those still going: logits[i], seen[i] and the state's row i belong to rows[i]
-    for num_left in reversed(range(max_new_tokens)):
-        with torch.inference_mode():
-            tokens = [choose(row, logits[i], seen[i]) for i, row in enumerate(rows)]
-        ended.update(row for row, token in zip(rows, tokens, strict=True) if token in stop)
-        for row, token in zip(rows, tokens, strict=True):
-            if row not in ended:
-                yield row, token
-        going = [i for i, row in enumerate(rows) if row not in ended]
-        if num_left == 0 or not going:
-            return
-        with torch.inference_mode():
-            if len(going) < len(rows):
-                rows, tokens = [rows[i] for i in going], [tokens[i] for i in going]
-                state, seen = state.map(itemgetter(going)), seen[going]
-            last = torch.tensor(tokens, device=device)
-            seen.scatter_(1, last[:, None], True)
-            logits, state = model.step(last, state)
-            _check_finite(model, logits)
+    model: MambaLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int | None,
+    first_tokens: Mapping[int, Sequence[int]], options: Mapping[str, Any],
+) -> Rounds:  # fmt: skip
+    """Rounds of tokens, by row. Whoever takes a round sends back which rows have ended."""
+    sampling = Sampling(**options)
+    _check(prompts, max_new_tokens, sampling)
+    read = {row: torch.tensor([list(prompt)]) for row, prompt in enumerate(prompts)}
+    for tokens in read.values():
+        model.check_input(tokens, 2)
+    decoder = Decoder(model)
+    rows = [
+        _Row(prompt, row, seed, sampling, model.config.vocab_size, decoder.device, first_tokens.get(row, ()))
+        for row, prompt in enumerate(prompts)
+    ]
+
+    def rounds() -> Rounds:
+        decoder.add(read)
+        for num_left in reversed(range(max_new_tokens)):
+            chosen = {row: rows[row].choose(decoder.logits[i]) for i, row in enumerate(decoder.rows)}
+            decoder.drop((yield chosen))
+            if num_left == 0 or not decoder.rows:
+                return
+            decoder.step([chosen[row] for row in decoder.rows])
+
+    return rounds()
+
+
+def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
+    """The next round of tokens, without the rows that have ended; None after the last."""
+    try:
+        return rounds.send(ended)
+    except StopIteration:
+        return None
 
 
 def _check_finite(model: MambaLM, logits: Tensor) -> None:
@@ -176,20 +283,6 @@ def _check_finite(model: MambaLM, logits: Tensor) -> None:
     )
 
 
-def _read(model: MambaLM, prompts: list[Tensor]) -> tuple[Tensor, State]:
-    """The logits (B, V) after each prompt (1, L), and the states, row by row: each is read by itself."""
-    logits: list[Tensor] = []
-    states: list[State] = []
-    for prompt in prompts:
-        state: State | None = None
-        for piece in prompt.split(PREFILL_TOKENS, dim=1):
-            hidden, state = model.backbone(piece, None, state)
-        assert state is not None  # no prompt is empty
-        logits.append(model.lm_head(hidden[:, -1]))
-        states.append(state)
-    return torch.cat(logits), State.join(states)
-
-
 def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator:
     """A row's own source of random numbers; row 0 has the seed itself."""
     random = torch.Generator(device=device)
@@ -198,32 +291,6 @@ def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator
     else:  # not seed + row, which would make row 1 repeat row 0 of the next seed
         random.manual_seed(seed if row == 0 else Random(f"{seed}, row {row}").getrandbits(63))
     return random
-
-
-def _adjust(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    if penalty == 1.0:
-        return scores
-    damped = torch.where(scores > 0, scores / penalty, scores * penalty)
-    return torch.where(seen[: scores.shape[0]], damped, scores)
-
-
-def _choose(
-    scores: Tensor, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None,
-    random: torch.Generator,
-) -> int:  # fmt: skip
-    if temperature == 0:
-        return int(scores.argmax())
-    scores = (scores - scores.max()) / temperature
-    if top_k is not None and top_k < scores.shape[0]:
-        scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -math.inf)
-    probabilities = scores.softmax(0)
-    if min_p is not None:
-        probabilities = probabilities.where(probabilities >= min_p * probabilities.max(), 0)
-    if top_p is not None:
-        ordered, order = (probabilities / probabilities.sum()).sort(descending=True)
-        beyond = ordered.cumsum(0) - ordered >= top_p  # those that come after p is reached; never the first
-        probabilities = probabilities.index_fill(0, order[beyond], 0)
-    return int(torch.multinomial(probabilities, 1, generator=random))
 
 
 class _Text:
@@ -280,16 +347,18 @@ class _Text:
         return text[:num_sure]
 
 
-def _pieces(
-    texts: list[_Text], tokens: Iterator[tuple[int, int]], stop: frozenset[int], ended: set[int]
-) -> Iterator[tuple[int, str]]:
-    for row, token in tokens:
-        text = texts[row]
-        piece = text.finish() if token in stop else text.add(token)
-        if token in stop or text.is_stopped:
-            ended.add(row)
-        if piece:
-            yield row, piece
+def _pieces(texts: list[_Text], rounds: Rounds, stop: frozenset[int]) -> Iterator[tuple[int, str]]:
+    ended: set[int] = set()
+    chosen = next(rounds, None)
+    while chosen is not None:
+        for row, token in chosen.items():
+            text = texts[row]
+            piece = text.finish() if token in stop else text.add(token)
+            if token in stop or text.is_stopped:
+                ended.add(row)
+            if piece:
+                yield row, piece
+        chosen = _next(rounds, ended)
     for row, text in enumerate(texts):
         if row not in ended and (piece := text.finish()):
             yield row, piece
@@ -314,21 +383,13 @@ def _is_byte(token: str | None) -> bool:
     return token is not None and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
-def _check(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None,
-    min_p: float | None, repetition_penalty: float,
-) -> None:  # fmt: skip
+def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:
     names = ["the prompt"] if len(prompts) == 1 else [f"prompt {row}" for row in range(len(prompts))]
     problems = {
         "there are no prompts; give at least one": len(prompts) == 0,
         **{f"{name} is empty; give at least one token": not len(x) for name, x in zip(names, prompts, strict=True)},
         f"max_new_tokens={max_new_tokens}: need at least 0": max_new_tokens < 0,
-        f"temperature={temperature}: need a number of at least 0": not temperature >= 0,
-        f"top_k={top_k}: need at least 1": top_k is not None and top_k < 1,
-        f"top_p={top_p}: need a number above 0 and at most 1": top_p is not None and not 0 < top_p <= 1,
-        f"min_p={min_p}: need a number from 0 to 1": min_p is not None and not 0 <= min_p <= 1,
-        f"repetition_penalty={repetition_penalty}: need a number above 0": not repetition_penalty > 0,
     }
-    wrong = [message for message, is_wrong in problems.items() if is_wrong]
+    wrong = [message for message, is_wrong in problems.items() if is_wrong] + list(sampling.check())
     if wrong:
         raise UserError("; ".join(wrong))
