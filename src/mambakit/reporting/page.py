@@ -19,8 +19,6 @@ from .records import RunRecord, read_run
 
 # errno of an OSError that another path for the report can avoid.
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
-# The browser may load nothing, whatever text of a run is on the page.
-CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -58,42 +56,28 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """The report as a page of HTML. All text that comes from a run is escaped."""
-    title = escape("mambakit report: " + ", ".join(run.name for run in runs))
+    """The report as a page of HTML. All text that comes from a run is escaped.
+
+    The Content-Security-Policy forbids to load anything, whatever text is on the page. The script shows values at the
+    pointer; it sets text as text, never as HTML.
+    """
     axes = make_axes(runs)
     plots, drawn = figures(runs, axes)
-    # Without "<", no string can end the script element.
-    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    # The script shows values at the pointer. It sets text as text, never as HTML.
-    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("style.css", "script.js"))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{tables.headlines(runs)}
-{tables.changes(runs)}
-<h2>Curves</h2>
-{axis_switch(axes)}
-{legend(runs)}
-<div class="plots">
-{plots}
-</div>
-{tables.samples(runs)}
-{tables.evaluations(runs)}
-{tables.settings(runs)}
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>
-{script}</script>
-</body>
-</html>
-"""
+    template, style, script = (
+        Path(__file__).with_name(name).read_text("utf-8") for name in ("page.html", "style.css", "script.js")
+    )
+    return template.format(
+        title=escape("mambakit report: " + ", ".join(run.name for run in runs)),
+        style=style,
+        headlines=tables.headlines(runs),
+        changes=tables.changes(runs),
+        axis_switch=axis_switch(axes),
+        legend=legend(runs),
+        plots=plots,
+        samples=tables.samples(runs),
+        evaluations=tables.evaluations(runs),
+        settings=tables.settings(runs),
+        # Without "<", no string can end the script element.
+        data=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        script=script,
+    )

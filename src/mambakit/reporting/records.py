@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..files import UserError, read_json
 
@@ -18,14 +18,6 @@ TRAIN_KEYS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_
 EVAL_KEYS = ("loss", "perplexity", "bits_per_byte")
 
 Columns = Mapping[str, "array[float]"]  # "step" and one column for each key, all of one length; NaN: not measured
-
-
-class Sample(NamedTuple):
-    """Text that the model generated during training."""
-
-    step: float
-    prompt: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class RunRecord:
     config: Mapping[str, Any]
     train: Columns
     evals: Columns
-    samples: Sequence[Sample] = ()
+    samples: Sequence[Mapping[str, Any]] = ()  # texts that the model generated during training
     evaluations: Sequence[Mapping[str, Any]] = ()
     history: Sequence[Mapping[str, Any]] = ()  # of each start and resume: device, dtype, versions, changed settings
     config_problem: str = ""  # why there is no config
@@ -68,7 +60,7 @@ def read_run(folder: Path) -> RunRecord:
         if not (folder / name).is_file():
             raise UserError(f"{folder} holds no {name}; give a run folder, as made by mambakit train --out")
     train, evals = _columns(TRAIN_KEYS), _columns(EVAL_KEYS)
-    samples: list[Sample] = []
+    samples: list[dict[str, Any]] = []
     unreadable = 0
     for record in _read_lines(folder / "metrics.jsonl"):
         step = number(record.get("step"))
@@ -77,13 +69,13 @@ def read_run(folder: Path) -> RunRecord:
         elif record.get("type") == "train":
             if _drop_from(train, step):  # the run was resumed from an older checkpoint and repeats these steps
                 _drop_from(evals, step + 1)
-                samples = [sample for sample in samples if sample.step <= step]
+                samples = [sample for sample in samples if sample["step"] <= step]
             _append(train, record)
         elif record.get("type") == "eval":
             _drop_from(evals, step)
             _append(evals, record)
         elif record.get("type") == "sample":
-            samples.append(Sample(step, str(record.get("prompt", "")), str(record.get("text", ""))))
+            samples.append(record)
     problem, config = "", {}
     try:
         config = read_json(folder / "config.json")

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..progress import duration
 from .markup import DASH, count, decimal, escape, gib, percent, run_label, short, table
-from .records import Columns, RunRecord, Sample, known, median, number
+from .records import Columns, RunRecord, known, median, number
 
 LAST_RECORDS = 20  # training loss is shown as the mean of this many
 RESULT_KEYS = ("loss", "perplexity", "word_perplexity", "bits_per_byte", "targets", "bytes", "documents")
@@ -136,18 +136,18 @@ def samples(runs: Sequence[RunRecord]) -> str:
     for i, run in enumerate(runs):
         if not run.samples:
             continue
-        last = run.samples[-1].step
-        earlier = [sample for sample in run.samples if sample.step != last]
+        last = run.samples[-1]["step"]
+        earlier = [sample for sample in run.samples if sample["step"] != last]
         parts.append(f"<h3>{run_label(i, run)}</h3>" if len(runs) > 1 else "")
-        parts += [_sample(sample) for sample in run.samples if sample.step == last]
+        parts += [_sample(sample) for sample in run.samples if sample["step"] == last]
         if earlier:
             shown = "".join(_sample(sample) for sample in reversed(earlier))
             parts.append(f"<details><summary>Earlier samples ({len(earlier)})</summary>{shown}</details>")
     return "<h2>Samples</h2>" + "".join(parts) if parts else ""
 
 
-def _sample(sample: Sample) -> str:
-    return f'<p class="note">Step {count(sample.step)}</p>{_generated(sample._asdict())}'
+def _sample(sample: Mapping[str, Any]) -> str:
+    return f'<p class="note">Step {count(sample["step"])}</p>{_generated(sample)}'
 
 
 def _generated(sample: Mapping[str, Any]) -> str:
