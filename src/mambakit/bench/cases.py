@@ -12,14 +12,15 @@ from torch import Tensor
 from .. import ops
 
 Shape = Mapping[str, int]  # sizes by letter
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Case:
     """An operator at one shape: the call, the tensors it reads, and how many of its outputs the loss depends on."""
 
-    call: Callable[[], tuple[Tensor, ...]]
-    inputs: tuple[Tensor, ...]
+    call: Callable[[], Tensors]
+    inputs: Tensors
     num_outputs: int = 1
 
 
@@ -53,7 +54,7 @@ class RandomInputs:
     def integers(self, below: int, *shape: int) -> Tensor:
         return torch.randint(below, shape, device=self.device, generator=self._generator)
 
-    def with_documents(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def with_documents(self, *inputs: Tensor) -> Tensors:
         """The inputs, and document ids where there are any."""
         return inputs if self.doc_ids is None else (*inputs, self.doc_ids)
 

@@ -52,14 +52,11 @@ def failed_part(peer: str, what: str, error: Exception) -> ReportPart:
 def table(rows: Sequence[Sequence[str]], num_left: int) -> str:
     """Aligned columns: the first `num_left` to the left, the others to the right. A row may have fewer cells."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if i < num_left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        )
-        for row in rows
-    )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    lines: list[str] = []
+    for row in rows:
+        cells = [f"{cell:{'<' if i < num_left else '>'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ from ..device import autocast, choose_device
 from ..files import UserError
 from ..measure import Timing, release_memory, time_calls
 from . import cases, common, peers
-from .cases import Case, RandomInputs, Shape
+from .cases import Case, RandomInputs, Shape, Tensors
 from .common import Ceilings, ReportPart
 from .peers import Peer, absent_peers
-
-BACKWARD_FORWARDS = 2  # a backward pass counts as two forward passes, since each product has two gradients
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,7 @@ def spell_shape(shape: Shape) -> str:
     return " ".join(f"{letter}{size}" for letter, size in shape.items())
 
 
-def choose_shapes(
-    chosen: Sequence[str], shapes: Sequence[str], device: torch.device
-) -> list[tuple[str, dict[str, int]]]:
+def choose_shapes(chosen: Sequence[str], shapes: Sequence[str], device: torch.device) -> list[tuple[str, Shape]]:
     """Each operator with each of its shapes. A given shape may leave out letters: they are as in the first default."""
     given = [parse_shape(text) for text in shapes]
     for text, sizes in zip(shapes, given, strict=True):
@@ -125,7 +121,7 @@ def choose_shapes(
             if not any(letter in OPERATORS[name].letters for name in chosen):
                 has = "; ".join(f"{name} has {', '.join(OPERATORS[name].letters)}" for name in chosen)
                 raise ConfigError(f"shape={text}: no operator that is measured has a size {letter}; {has}")
-    pairs = []
+    pairs: list[tuple[str, Shape]] = []
     for name in chosen:
         operator = OPERATORS[name]
         defaults = [*map(parse_shape, operator.gpu_shapes if device.type == "cuda" else [operator.small_shape])]
@@ -230,11 +226,11 @@ def _time_passes(
     device, case = make.device, build(make)
     leaves = [tensor for tensor in case.inputs if tensor.requires_grad]
 
-    def forward() -> tuple[Tensor, ...]:
+    def forward() -> Tensors:
         with autocast(device, make.dtype):
             return case.call()
 
-    def backward_of(outputs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    def backward_of(outputs: Tensors) -> Callable[[], Tensors]:
         used = outputs[: case.num_outputs]
         return functools.partial(torch.autograd.grad, used, leaves, incoming, retain_graph=True)
 
@@ -246,19 +242,16 @@ def _time_passes(
     forward_bytes = _num_bytes(*case.inputs, *outputs)
     backward_bytes = _num_bytes(*case.inputs, *incoming, *gradients)
     del outputs, gradients
-    flops = operator.forward_flops(make.shape)
+    flops = operator.forward_flops(make.shape)  # backward: twice as many, since each product has two gradients
     forward_time = time_calls(forward, device, seconds=seconds)
     backward_time = time_calls(backward_of(forward()), device, seconds=seconds)
-    backward_flops = BACKWARD_FORWARDS * flops
     return [
         Measurement(implementation, "forward", forward_time, forward_bytes, flops, forward_peak),
-        Measurement(implementation, "backward", backward_time, backward_bytes, backward_flops, backward_peak),
+        Measurement(implementation, "backward", backward_time, backward_bytes, 2 * flops, backward_peak),
     ]
 
 
-def _with_peak(
-    function: Callable[[], tuple[Tensor, ...]], device: torch.device, held: int
-) -> tuple[tuple[Tensor, ...], int | None]:
+def _with_peak(function: Callable[[], Tensors], device: torch.device, held: int) -> tuple[Tensors, int | None]:
     """The result of a call, and the highest GPU memory during it, less `held` bytes."""
     if device.type != "cuda":
         return function(), None

@@ -220,8 +220,8 @@ def _measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
         return clock.seconds()
 
     run(1)
-    first_step_seconds = time.perf_counter() - started
-    cold_start_seconds = process_seconds() if is_first else None
+    first_step = time.perf_counter() - started
+    cold_start = process_seconds() if is_first else None
     before = common.measure_ceilings(plan.device, plan.dtype)  # frees cached memory, which the warm-up allocates again
     run(plan.warmup_steps)
     if plan.device.type == "cuda":
@@ -230,9 +230,7 @@ def _measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
     peak = peak_memory(plan.device, trainer.pass_over.hidden_bytes)
     plan = replace(plan, graphed=trainer.pass_over.is_captured)
     after = common.measure_ceilings(plan.device, plan.dtype)
-    return TrainingSpeed(
-        plan, timing, first_step_seconds, cold_start_seconds, peak, losses[0], losses[-1], before, after
-    )
+    return TrainingSpeed(plan, timing, first_step, cold_start, peak, losses[0], losses[-1], before, after)
 
 
 @dataclass(frozen=True)

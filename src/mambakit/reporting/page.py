@@ -56,13 +56,10 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """The report as a page of HTML. All text that comes from a run is escaped.
-
-    The Content-Security-Policy forbids to load anything, whatever text is on the page. The script shows values at the
-    pointer; it sets text as text, never as HTML.
-    """
+    """The report as a page of HTML. Text from a run is escaped, and page.html forbids the browser to load anything."""
     axes = make_axes(runs)
     plots, drawn = figures(runs, axes)
+    # The script shows values at the pointer. It sets text as text, never as HTML.
     template, style, script = (
         Path(__file__).with_name(name).read_text("utf-8") for name in ("page.html", "style.css", "script.js")
     )

@@ -187,13 +187,10 @@ def _line(curve: Curve, frame: Frame, kind: str) -> str:
             pieces.append([])
         else:
             pieces[-1].append((step, value))
-    places = [
-        "L".join(f"{frame.x(curve.run, step):.1f},{frame.y(value):.1f}" for step, value in piece)
-        for piece in pieces
-        if piece
-    ]
-    path = f'<path class="{run_classes(curve.run)} {kind}" d="{"".join(f"M{place}" for place in places)}"/>'
-    return path + _dots([piece[0] for piece in pieces if len(piece) == 1], frame, curve.run, kind)
+    places = [[f"{frame.x(curve.run, step):.1f},{frame.y(value):.1f}" for step, value in piece] for piece in pieces]
+    path = "".join("M" + "L".join(piece) for piece in places if piece)
+    dots = _dots([piece[0] for piece in pieces if len(piece) == 1], frame, curve.run, kind)
+    return f'<path class="{run_classes(curve.run)} {kind}" d="{path}"/>{dots}'
 
 
 def _dots(points: Iterable[tuple[float, float]], frame: Frame, run: int, kind: str) -> str:

@@ -59,7 +59,7 @@ def read_run(folder: Path) -> RunRecord:
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise UserError(f"{folder} holds no {name}; give a run folder, as made by mambakit train --out")
-    train, evals = _columns(TRAIN_KEYS), _columns(EVAL_KEYS)
+    train, evals = ({key: array("d") for key in ("step", *keys)} for keys in (TRAIN_KEYS, EVAL_KEYS))
     samples: list[dict[str, Any]] = []
     unreadable = 0
     for record in _read_lines(folder / "metrics.jsonl"):
@@ -136,10 +136,6 @@ def known(values: Iterable[float]) -> list[float]:
 def median(values: Iterable[float]) -> float:
     measured = known(values)
     return statistics.median(measured) if measured else math.nan
-
-
-def _columns(keys: Iterable[str]) -> dict[str, array[float]]:
-    return {key: array("d") for key in ("step", *keys)}
 
 
 def _append(columns: Columns, record: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -68,12 +69,8 @@ def _versions(run: RunRecord) -> str:
 
 
 def _in_turn(values: Iterator[str]) -> str:
-    """The values in their order, each shown once until it changes."""
-    changes: list[str] = []
-    for value in values:
-        if not changes or value != changes[-1]:
-            changes.append(value)
-    return "<br/>then ".join(map(escape, changes)) or DASH
+    """The values in their order, without repetitions."""
+    return "<br/>then ".join(escape(value) for value, _ in itertools.groupby(values)) or DASH
 
 
 def _warnings(run: RunRecord) -> Iterator[str]:
@@ -212,8 +209,7 @@ def settings(runs: Sequence[RunRecord]) -> str:
     names = [run_label(i, run) for i, run in enumerate(runs)] if len(runs) > 1 else [""]
     tables = ""
     for section, rows in sections.items():
-        marks = {name: "≠ " if len(set(cells)) > 1 else "" for name, cells in rows.items()}
-        labelled = [[marks[name] + escape(name or "value"), *cells] for name, cells in rows.items()]
+        labelled = [["≠ " * (len({*cells}) > 1) + escape(name or "value"), *cells] for name, cells in rows.items()]
         tables += table([escape(section), *names], labelled)
     note = '<p class="note">Settings marked ≠ differ between the runs.</p>' if len(runs) > 1 else ""
     return f'<h2>Settings</h2>{note}<div class="settings{" compared" if len(runs) > 1 else ""}">{tables}</div>'
