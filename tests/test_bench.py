@@ -245,6 +245,16 @@ def test_every_operator_is_shown_in_a_table(rates: Ceilings, capsys: pytest.Capt
     assert len({line.index(".") for line in table}) == 1, "figures of a column stand under each other"
 
 
+def test_names_stand_to_the_left_and_figures_to_the_right() -> None:
+    rows = [["", "pass", "ms"], ["mambakit", "forward", "10.5"], ["", "both", "9.5"], ["torch"]]
+    assert common.table(rows, num_left=2).splitlines() == [
+        "            pass       ms",
+        "  mambakit  forward  10.5",
+        "            both      9.5",
+        "  torch",
+    ]
+
+
 def test_a_peer_that_is_not_installed_says_how_to_get_it() -> None:
     gpu = torch.device("cuda")
     assert peers.why_absent("torch", CPU) is None
