@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from mambakit import MambaLM, ModelConfig, bench, measure, ops, presets
+from mambakit.bench import common, peers, training
+from mambakit.bench.cases import RandomInputs, random_documents
+from mambakit.bench.common import Ceilings
+from mambakit.bench.operators import OPERATORS, parse_shape
 from mambakit.cli import main
 from mambakit.device import autocast
 
@@ -29,10 +33,10 @@ SMALL = {
 
 
 @pytest.fixture
-def rates(monkeypatch: pytest.MonkeyPatch) -> bench.Ceilings:
+def rates(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
     """Round ceilings, which cost no time to measure."""
-    known = bench.Ceilings(copy_bytes_per_second=1e10, matmul_flops_per_second=1e11)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda *_: known)
+    known = Ceilings(copy_bytes_per_second=1e10, matmul_flops_per_second=1e11)
+    monkeypatch.setattr(common, "measure_ceilings", lambda *_: known)
     return known
 
 
@@ -103,7 +107,7 @@ def test_a_process_is_older_than_what_it_does() -> None:
 
 @pytest.mark.parametrize("documents", [1, 2, 12])
 def test_rows_have_as_many_documents_as_asked_for(documents: int) -> None:
-    ids = bench.random_documents(3, 12, documents)
+    ids = random_documents(3, 12, documents)
     assert ids.dtype == torch.int32 and ids.shape == (3, 12)
     assert (ids[:, 0] == 0).all() and (ids[:, -1] == documents - 1).all()
     assert set((ids[:, 1:] - ids[:, :-1]).unique().tolist()) <= {0, 1}
@@ -145,14 +149,14 @@ FLOPS = {
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("op", SMALL)
 def test_an_operator_is_measured_with_its_bytes_and_operations(
-    op: str, dtype: str, width: int, rates: bench.Ceilings, capsys: pytest.CaptureFixture[str]
+    op: str, dtype: str, width: int, rates: Ceilings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run(capsys, "ops", op, "--shape", SMALL[op], "--dtype", dtype, "--seconds", "0.005", "--device", "cpu")
     assert report["environment"]["versions"]["torch"] == torch.__version__
     assert report["ceilings"] == {"copy_bytes_per_second": 1e10, "matmul_flops_per_second": 1e11}
     [result] = report["results"]
     assert (result["op"], result["dtype"], result["documents"]) == (op, dtype, None)
-    assert result["shape"] == bench.parse_shape(SMALL[op])
+    assert result["shape"] == parse_shape(SMALL[op])
     measured = {(one["implementation"], one["direction"]): one for one in result["measurements"]}
     with_torch = op in ("rms_norm", "linear_cross_entropy")
     assert {name for name, _ in measured} == {"mambakit"} | ({"torch"} if with_torch else set())
@@ -175,7 +179,7 @@ def test_an_operator_is_measured_with_its_bytes_and_operations(
 
 
 def test_documents_are_read_by_the_operators_that_know_them(
-    rates: bench.Ceilings, capsys: pytest.CaptureFixture[str]
+    rates: Ceilings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["ops", "causal_conv1d", "rms_norm", "--shape", "B2,L12,D8", "--seconds", "0.001", "--device", "cpu"]
     whole, packed = run(capsys, *words), run(capsys, *words, "--documents", "3")
@@ -225,11 +229,11 @@ def test_operators_are_given_tensors_as_a_model_gives_them(
     in_model = dict(seen)
     shared = ["rms_norm", "linear_cross_entropy"]
     for op in [*shared, *(["selective_scan", "causal_conv1d"] if kind == "mamba1" else ["ssd"])]:
-        bench.OURS[op](bench.Inputs(bench.parse_shape(SMALL[op]), dtype, CPU, None)).call()
+        OPERATORS[op].build(RandomInputs(parse_shape(SMALL[op]), dtype, CPU, None)).call()
         assert seen[op] == in_model[op], op
 
 
-def test_every_operator_is_shown_in_a_table(rates: bench.Ceilings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_operator_is_shown_in_a_table(rates: Ceilings, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ops", "--shape", "B1,L8", "--shape", "B2,L4", "--seconds", "0.001", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "copy 10.0 GB/s (read and written), matmul 100.0 GFLOP/s" in shown
@@ -241,11 +245,21 @@ def test_every_operator_is_shown_in_a_table(rates: bench.Ceilings, capsys: pytes
     assert len({line.index(".") for line in table}) == 1, "figures of a column stand under each other"
 
 
+def test_names_stand_to_the_left_and_figures_to_the_right() -> None:
+    rows = [["", "pass", "ms"], ["mambakit", "forward", "10.5"], ["", "both", "9.5"], ["torch"]]
+    assert common.table(rows, num_left=2).splitlines() == [
+        "            pass       ms",
+        "  mambakit  forward  10.5",
+        "            both      9.5",
+        "  torch",
+    ]
+
+
 def test_a_peer_that_is_not_installed_says_how_to_get_it() -> None:
     gpu = torch.device("cuda")
-    assert bench.why_absent("torch", CPU) is None
-    assert bench.why_absent("mamba_ssm", CPU) == "needs a CUDA GPU; not installed: " + bench.INSTALL["mamba_ssm"]
-    assert bench.why_absent("causal_conv1d", gpu) == "not installed: " + bench.INSTALL["causal_conv1d"]
+    assert peers.why_absent("torch", CPU) is None
+    assert peers.why_absent("mamba_ssm", CPU) == "needs a CUDA GPU; not installed: " + peers.INSTALL["mamba_ssm"]
+    assert peers.why_absent("causal_conv1d", gpu) == "not installed: " + peers.INSTALL["causal_conv1d"]
 
 
 def make_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,12 +319,12 @@ def make_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         module = types.ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(bench, "why_absent", lambda *_: None)
+    monkeypatch.setattr(peers, "why_absent", lambda *_: None)
 
 
 @pytest.mark.parametrize("documents", [None, "3"])
 def test_peers_are_measured_beside_where_they_are_installed(
-    documents: str | None, rates: bench.Ceilings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    documents: str | None, rates: Ceilings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_peers(monkeypatch)
     words = [
@@ -335,9 +349,9 @@ def test_peers_are_measured_beside_where_they_are_installed(
 
 
 def test_a_peer_that_fails_does_not_stop_the_rest(
-    rates: bench.Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rates: Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "why_absent", lambda *_: None)  # so that importing it fails
+    monkeypatch.setattr(peers, "why_absent", lambda *_: None)  # so that importing it fails
     report = run(capsys, "ops", "ssd", "rms_norm", "--shape", "B1,L8", "--seconds", "0.001", "--device", "cpu")
     assert [result["op"] for result in report["results"]] == ["ssd", "rms_norm"]
     [failed] = report["failed_peers"]
@@ -378,7 +392,7 @@ def test_training_is_measured_consistently(tiny: None, capsys: pytest.CaptureFix
 
 
 def test_several_models_are_measured_in_one_command_and_peers_beside_them(
-    rates: bench.Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rates: Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_peers(monkeypatch)
     words = ["--steps", "1", "--warmup-steps", "0", "--length", "16", "--documents", "3", "--peers", "--device", "cpu"]
@@ -396,7 +410,7 @@ def test_several_models_are_measured_in_one_command_and_peers_beside_them(
 
 
 def test_a_timed_step_trains(tiny: None) -> None:
-    plan = bench.TrainingPlan(
+    plan = training.TrainingPlan(
         "two", ModelConfig.preset("two"), 2, 16, 3, 1, 0, False, False, "none", CPU, torch.float32
     )
     batch = next(plan.batches())
@@ -404,21 +418,19 @@ def test_a_timed_step_trains(tiny: None) -> None:
     boundaries = int((batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]).sum())
     assert batch.num_targets == int(batch.loss_mask.sum()) == 2 * 16 - boundaries == 2 * 16 - 2 * 2
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
-    trainee = bench._our_trainee(plan)
-    losses = [float(trainee.step(batch)) for _ in range(20)]
+    trainer = training.make_trainer(plan)
+    losses = [float(trainer.step(batch)) for _ in range(20)]
     assert losses[-1] < losses[0] - 0.1
-    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-def test_a_loss_that_is_not_finite_is_an_error(
-    rates: bench.Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.Trainee, "step", lambda *_: torch.tensor(math.nan))
+def test_a_loss_that_is_not_finite_is_an_error(rates: Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.Trainer, "step", lambda *_: torch.tensor(math.nan))
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
         bench.collect(bench.measure_training(["one"], device="cpu"))
 
 
-def test_a_peer_of_another_size_is_no_peer(rates: bench.Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_of_another_size_is_no_peer(rates: Ceilings, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     make_peers(monkeypatch)
     settings = sys.modules["mamba_ssm.models.config_mamba"].MambaConfig
     smaller = lambda **given: settings(**{**given, "n_layer": 1})  # noqa: E731

@@ -17,9 +17,10 @@ from xml.etree import ElementTree
 import pytest
 
 from mambakit import MambaLM, ModelConfig
-from mambakit import reporting as report
 from mambakit.files import UserError
-from mambakit.reporting import DRAWN_POINTS, Curve, RunRecord, read_run, render, smooth, thin, write_report
+from mambakit.reporting import DRAWN_POINTS, Curve, RunRecord, read_run, render, report, smooth, thin, write_report
+from mambakit.reporting.markup import COLORS
+from mambakit.reporting.plots import MOST_DOTS, Frame, ticks
 
 HOSTILE = "</pre><script>alert(1)</script><img src=\"x\" onerror='alert(2)'>&amp;"
 CONFIG = {"model": {"kind": "mamba2", "d_model": 64}, "optim": {"lr": 3e-4, "betas": [0.9, 0.95]}}
@@ -200,7 +201,7 @@ def test_a_single_run_has_no_legend_and_no_marks(tmp_path: Path) -> None:
 
 
 def test_many_runs_stay_apart_by_dashes_when_colours_repeat(tmp_path: Path) -> None:
-    folders = [_write(tmp_path / f"run{i}", [_train(1), _train(2)]) for i in range(report.COLORS + 1)]
+    folders = [_write(tmp_path / f"run{i}", [_train(1), _train(2)]) for i in range(COLORS + 1)]
     drawing = _page(*folders).plots["lr"]
     assert len(_paths(drawing, "c0")) == 2
     assert len(_paths(drawing, "c0", "dashed")) == 1
@@ -301,8 +302,8 @@ def test_a_run_of_one_step_is_a_dot(tmp_path: Path) -> None:
     assert page.plots.keys() == ALL_PLOTS
     for drawing in page.plots.values():
         (dot,) = drawing.iter("circle")
-        assert 0 < float(dot.get("cx", "")) <= report.Frame.WIDTH
-        assert 0 < float(dot.get("cy", "")) < report.Frame.HEIGHT
+        assert 0 < float(dot.get("cx", "")) <= Frame.WIDTH
+        assert 0 < float(dot.get("cy", "")) < Frame.HEIGHT
 
 
 @pytest.mark.parametrize("records", [[], [_eval(0, 9.0)], [_train(1, loss=None, lr=None, memory_bytes=None)]])
@@ -380,7 +381,7 @@ def test_first_steps_and_spikes_do_not_flatten_the_loss(tmp_path: Path) -> None:
     page = _page(_write(tmp_path / "run", [_train(step, loss=loss(step)) for step in range(1, 3001)]))
     (bold,) = _paths(page.plots["loss"], "line")
     late = [y for x, y in _points(bold) if x > 20]
-    assert max(late) - min(late) > 0.1 * report.Frame.HEIGHT
+    assert max(late) - min(late) > 0.1 * Frame.HEIGHT
     assert "The axis is cut: the highest value is 500, at step 1,500." in page.source
 
 
@@ -388,14 +389,14 @@ def test_validation_far_above_training_is_not_cut_off(tmp_path: Path) -> None:
     records = [_train(step, loss=1.0 + 0.01 * (step % 5)) for step in range(1, 201)]
     page = _page(_write(tmp_path / "run", [*records, _eval(100, 3.0), _eval(200, 6.0)]))
     dots = [float(dot.get("cy", "")) for dot in page.plots["loss"].iter("circle")]
-    assert len(dots) == 2 and all(0 < y < report.Frame.HEIGHT for y in dots)
+    assert len(dots) == 2 and all(0 < y < Frame.HEIGHT for y in dots)
     assert "The axis is cut" not in page.source
 
 
 def test_dots_of_many_evaluations_do_not_run_together(tmp_path: Path) -> None:
     page = _page(_write(tmp_path / "run", [_train(1), _train(2), *(_eval(step, 3.0) for step in range(1, 302))]))
     dots = [float(dot.get("cx", "")) for dot in page.plots["loss"].iter("circle")]
-    assert 25 <= len(dots) <= report.MOST_DOTS
+    assert 25 <= len(dots) <= MOST_DOTS
     (path,) = _paths(page.plots["loss"], "validation")
     assert len(_points(path)) == 301 and max(dots) == _points(path)[-1][0]
 
@@ -413,12 +414,12 @@ def test_dots_of_many_evaluations_do_not_run_together(tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, labels: list[str]) -> None:
-    assert [label for _, label in report._ticks(low, high)] == labels
+    assert [label for _, label in ticks(low, high)] == labels
 
 
 def test_steps_are_counted_in_whole_numbers() -> None:
-    assert [label for _, label in report._ticks(0, 1.015, least=1)] == ["0", "1"]
-    assert [label for _, label in report._ticks(0, 3.045, least=1)] == ["0", "1", "2", "3"]
+    assert [label for _, label in ticks(0, 1.015, least=1)] == ["0", "1"]
+    assert [label for _, label in ticks(0, 3.045, least=1)] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-300, 3.0, -2.0, 1e99])
@@ -426,7 +427,7 @@ def test_a_constant_curve_has_an_axis(value: float, tmp_path: Path) -> None:
     page = _page(_write(tmp_path / "run", [_train(step, loss=value, lr=value) for step in range(1, 31)]))
     for key in ("loss", "lr"):
         (path,) = _paths(page.plots[key], "line")
-        assert all(0 <= y <= report.Frame.HEIGHT for _, y in _points(path))
+        assert all(0 <= y <= Frame.HEIGHT for _, y in _points(path))
 
 
 @pytest.mark.parametrize("missing", ["config.json", "metrics.jsonl"])
@@ -444,7 +445,7 @@ def test_wrong_arguments_are_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing is not a folder; give a run folder"):
         read_run(tmp_path / "nothing")
     with pytest.raises(ValueError, match="there is nothing to draw; name a run folder"):
-        report.report([])
+        report([])
     with pytest.raises(ValueError, match="run is a folder; name a file for the report, such as .*report.html"):
         write_report([folder], folder)
     with pytest.raises(UserError, match="config.json/report.html cannot be written: .*; name another place with --out"):
@@ -546,7 +547,7 @@ def test_curves_can_be_seen_along_tokens_and_time(tmp_path: Path) -> None:
     page = _page(_write(tmp_path / "run", [*records[:50], _eval(50, 2.5), *records[50:], _eval(100, 2.25)]))
     drawings = page.drawings["lr"]
     assert list(drawings) == ["step", "tokens", "time"]
-    ends = report.Frame.WIDTH / 1.015
+    ends = Frame.WIDTH / 1.015
     assert _x_of(drawings["step"], "line")[49] == pytest.approx(ends / 2, abs=0.1)
     assert _x_of(drawings["tokens"], "line") == _x_of(drawings["step"], "line")
     times = _x_of(drawings["time"], "line")

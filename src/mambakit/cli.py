@@ -90,7 +90,7 @@ def _value(text: str, annotation: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    from .bench import Part
+    from .bench import ReportPart
     from .evaluation import Evaluation
 
     SettingsFlags = Mapping[str, Mapping[str, Any]]
@@ -534,7 +534,7 @@ def bench_train(
     )  # fmt: skip
 
 
-def _print_parts(parts: Iterator[Part], as_json: bool) -> int:
+def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:
     """Each part of a report as it comes, or all of them together as JSON."""
     if as_json:
         from .bench import collect
