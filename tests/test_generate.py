@@ -11,10 +11,11 @@ from helpers import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mambakit import MambaLM
-from mambakit.checkpoint import CheckpointError, LoadedModel
+from mambakit.checkpoint import CheckpointError
 from mambakit.data.tokenize import bytes_tokenizer, vocab_size
 from mambakit.files import UserError
 from mambakit.generate import PREFILL_TOKENS, Decoder, generate_batch, generate_text, generate_tokens
+from mambakit.loaded import LoadedModel
 
 SENTENCE = "Drei naïve Mäuse 🐭🐁 mögen Käse 🧀; très bien, said the cat."
 END = 0  # "<|endoftext|>"

@@ -162,18 +162,18 @@ def test_a_block_with_dropout_is_the_plain_one(tmp_path: Path) -> None:
 def test_both_graphs_use_the_same_memory() -> None:
     model = small_model("mamba2", d_model=256, num_layers=8).cuda().train()
     scaler = torch.amp.GradScaler("cuda", enabled=False)
-    pass_over = passes.make_pass(model, scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True)
-    assert isinstance(pass_over, GraphedPass)
+    run_micro_batch = passes.make_pass(model, scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True)
+    assert isinstance(run_micro_batch, GraphedPass)
     tokens, targets = torch.randint(0, 50, (2, 16, 512), device="cuda")
     reserved = []
     for _ in range(2):
-        pass_over(tokens, targets, None, None, torch.ones((), device="cuda"))
+        run_micro_batch(tokens, targets, None, None, torch.ones((), device="cuda"))
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
-    hidden = pass_over.hidden_bytes
+    hidden = run_micro_batch.hidden_bytes
     assert reserved[1] - reserved[0] < hidden / 4
     model.zero_grad(set_to_none=True)
-    pass_over.release()
+    run_micro_batch.release()
     assert torch.cuda.memory_reserved() < reserved[0] - hidden / 2
 
 

@@ -48,37 +48,88 @@ def test_public_names_resolve() -> None:
         _ = mambakit.nothing
 
 
+# Who may import whom inside the package: each room, and what it may see. None of these ways leads back.
+DOORS: dict[str, str] = {
+    "ops": "",
+    "files": "",
+    "presets": "",
+    "progress": "",
+    "measure": "",
+    "config": "files presets",
+    "device": "config",
+    "model": "config ops",
+    "data": "config files progress",
+    "checkpoint": "config data files model progress",
+    "generate": "files model",
+    "loaded": "checkpoint generate",
+    "evaluation": "checkpoint data device files generate model progress",
+    "reporting": "config files progress",
+    "verify": "checkpoint config data files",
+    "training": "checkpoint config data device evaluation files generate measure model presets progress",
+    "bench": "config device files measure model ops training",
+    "cli": "bench checkpoint config data device evaluation files loaded presets progress reporting training verify",
+    "__main__": "cli",
+    "__init__": "checkpoint config data evaluation loaded model ops reporting training",
+}
+HOMES = {  # of libraries: the only places that import them
+    "numba": {"ops/cpu"},
+    "llvmlite": {"ops/cpu"},
+    "triton": {"ops/gpu"},
+    "tyro": {"cli.py"},
+    "yaml": {"config"},
+    "rich": {"cli.py", "progress.py", "training/display.py"},
+    "transformers": {"evaluation.py"},
+    "huggingface_hub": {"evaluation.py", "data/datasets.py"},
+    "mamba_ssm": {"bench/peers.py"},
+    "causal_conv1d": {"bench/peers.py"},
+}
+WITHOUT_TORCH = ("config", "files.py", "presets.py", "progress.py", "cli.py", "reporting")  # quick to import
+
+
 def test_rooms_import_only_what_they_may() -> None:
-    """ops knows no model, config or file; the model knows no file; numba stays in ops/cpu, triton in ops/gpu."""
     source = ROOT / "src" / "mambakit"
-    for path in (source / "ops").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        assert "..config" not in text and "..model" not in text and "..checkpoint" not in text, path
-    for path in (source / "model").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        assert "..checkpoint" not in text and "pathlib" not in text and "torch.distributed" not in text, path
-    homes = {
-        "numba": {"ops/cpu"},
-        "llvmlite": {"ops/cpu"},
-        "triton": {"ops/gpu"},
-        "tyro": {"cli.py"},
-        "yaml": {"config.py"},
-        "rich": {"cli.py", "progress.py", "training/display.py"},
-        "transformers": {"evaluation.py"},
-        "huggingface_hub": {"evaluation.py", "data/datasets.py"},
-        "mamba_ssm": {"bench/peers.py"},
-        "causal_conv1d": {"bench/peers.py"},
-    }
+    seen = set()
+    for path in source.rglob("*.py"):
+        place = path.relative_to(source).as_posix()
+        room = _room(place)
+        seen.add(room)
+        for other in _rooms_imported(path, source) - {room}:
+            assert other in DOORS[room].split(), f"{place} imports {other}, which {room} may not"
+    assert seen == DOORS.keys()
+
+
+def test_no_way_between_rooms_leads_back() -> None:
+    order = {room: number for number, room in enumerate(DOORS)}
+    for room, others in DOORS.items():
+        assert all(order[other] < order[room] for other in others.split()), room
+
+
+def test_libraries_are_imported_where_they_belong() -> None:
+    source = ROOT / "src" / "mambakit"
     for path in source.rglob("*.py"):
         place = path.relative_to(source).as_posix()
         for name in _imports(path):
-            assert any(place.startswith(home) for home in homes.get(name, {""})), f"{place} imports {name}"
-    for room in ("data", "checkpoint"):
-        for path in (source / room).rglob("*.py"):
-            assert "..training" not in path.read_text(encoding="utf-8"), path
-    quick = [source / name for name in ("config.py", "files.py", "presets.py", "progress.py", "cli.py")]
-    for path in [*quick, *(source / "reporting").glob("*.py")]:
-        assert "torch" not in _imports(path), f"{path} must be quick to import"
+            assert any(place.startswith(home) for home in HOMES.get(name, {""})), f"{place} imports {name}"
+        if place.startswith(WITHOUT_TORCH):
+            assert "torch" not in _imports(path), f"{place} must be quick to import"
+    for path in (source / "model").rglob("*.py"):
+        assert not {"pathlib", "torch.distributed"} & _imports(path), path
+
+
+def _room(place: str) -> str:
+    return place.split("/")[0].removesuffix(".py")
+
+
+def _rooms_imported(path: Path, source: Path) -> set[str]:
+    """The rooms of the package that a file imports from, wherever the import stands."""
+    found: set[str] = set()
+    package = path.relative_to(source).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package[: len(package) - node.level + 1]
+            names = [*above, *(node.module.split(".") if node.module else [])]
+            found |= {names[0]} if names else {alias.name for alias in node.names}
+    return found - {"__version__"}
 
 
 def _imports(path: Path) -> set[str]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops
-    from .checkpoint import convert, load, save
+    from .checkpoint import convert, save
     from .config import ConfigError, ModelConfig, RunConfig
     from .data.prepare import documents, prepare
     from .evaluation import evaluate
+    from .loaded import load
     from .model import MambaLM, State
     from .reporting import report
     from .training import train, training_steps
@@ -52,7 +53,7 @@ _HOMES = {
     "convert": "checkpoint",
     "documents": "data.prepare",
     "evaluate": "evaluation",
-    "load": "checkpoint",
+    "load": "loaded",
     "prepare": "data.prepare",
     "report": "reporting",
     "save": "checkpoint",

@@ -360,8 +360,8 @@ def generate(
       mambakit generate run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stream
       mambakit generate run --prompt "Dear" "Yours" --max-new-tokens 20 --stop "." --json
     """
-    from .checkpoint import load
     from .device import choose_device
+    from .loaded import load
     from .progress import bold, for_stdout, rule
 
     prompts = _flat(prompt)

@@ -323,6 +323,11 @@ class OptimConfig(Settings):
         return self
 
 
+# What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output and some sums of
+# the residual stream; all of a block.
+Recompute = Literal["none", "light", "mixer", "block"]
+
+
 class TrainConfig(Settings):
     """How long, in what steps, and what is looked at on the way."""
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from .config import ConfigError
-
-if TYPE_CHECKING:
-    from .model.lm import Recompute
+from .config import ConfigError, Recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +22,7 @@ def choose_device(name: str = "auto") -> torch.device:
         raise ConfigError("parallel.device=cuda, but torch finds no GPU here; use auto or cpu")
     if name == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("parallel.device=mps, but torch finds no Apple GPU here; use auto or cpu")
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

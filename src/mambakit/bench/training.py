@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigError, ModelConfig, OptimConfig
+from ..config import ConfigError, ModelConfig, OptimConfig, Recompute
 from ..device import choose_device, choose_recompute, keep_freed_memory
 from ..files import UserError
 from ..measure import Numbers, StepClock, Timing, peak_memory, process_seconds, release_memory
 from ..model import MambaLM, Output, State
-from ..model.lm import Recompute
 from ..training.optim import make_optimizer, update
 from ..training.passes import Pass, PlainPass, make_pass
 from . import common
@@ -90,14 +89,16 @@ class TrainingPlan:
 class Trainer:
     """A model with its optimizer, and one training step of it."""
 
-    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, pass_over: Pass, plan: TrainingPlan) -> None:
-        self.model, self.scaler, self.pass_over = model, scaler, pass_over
+    def __init__(
+        self, model: nn.Module, scaler: torch.amp.GradScaler, run_micro_batch: Pass, plan: TrainingPlan
+    ) -> None:
+        self.model, self.scaler, self.run_micro_batch = model, scaler, run_micro_batch
         self.optimizer = make_optimizer(model, OPTIM, plan.device)
 
     def step(self, batch: RandomBatch) -> Tensor:
         """Run one step. Gives the loss, still on the device."""
         num_targets = torch.full((), batch.num_targets, dtype=torch.float32, device=batch.tokens.device)
-        loss, *_ = self.pass_over(batch.tokens, batch.targets, batch.doc_ids, batch.loss_mask, num_targets)
+        loss, *_ = self.run_micro_batch(batch.tokens, batch.targets, batch.doc_ids, batch.loss_mask, num_targets)
         update(self.model, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
         return loss
 
@@ -116,8 +117,8 @@ def make_trainer(plan: TrainingPlan) -> Trainer:
         model = MambaLM(plan.config).train()
     model.backbone.recompute = plan.recompute
     shape = plan.rows, plan.length
-    pass_over = make_pass(model, scaler, plan.dtype, shape=shape, compiled=plan.compiled, graphed=plan.graphed)
-    return Trainer(model, scaler, pass_over, plan)
+    run_micro_batch = make_pass(model, scaler, plan.dtype, shape=shape, compiled=plan.compiled, graphed=plan.graphed)
+    return Trainer(model, scaler, run_micro_batch, plan)
 
 
 def measure_training(
@@ -227,8 +228,8 @@ def _measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(plan.device)
     timing = Timing(tuple(run(plan.steps)))
-    peak = peak_memory(plan.device, trainer.pass_over.hidden_bytes)
-    plan = replace(plan, graphed=trainer.pass_over.is_captured)
+    peak = peak_memory(plan.device, trainer.run_micro_batch.hidden_bytes)
+    plan = replace(plan, graphed=trainer.run_micro_batch.is_captured)
     after = common.measure_ceilings(plan.device, plan.dtype)
     return TrainingSpeed(plan, timing, first_step, cold_start, peak, losses[0], losses[-1], before, after)
 

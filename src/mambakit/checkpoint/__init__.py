@@ -3,6 +3,6 @@
 from . import native
 from .converting import convert, save
 from .files import CheckpointError
-from .loading import LoadedModel, load
+from .loading import ModelFolder, load
 
-__all__ = ["CheckpointError", "LoadedModel", "convert", "load", "native", "save"]
+__all__ = ["CheckpointError", "ModelFolder", "convert", "load", "native", "save"]

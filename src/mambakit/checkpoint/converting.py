@@ -9,7 +9,7 @@ from ..files import new_folder, path_of
 from ..model import MambaLM
 from . import huggingface, native, state_spaces
 from .files import CheckpointError
-from .loading import LoadedModel, load
+from .loading import ModelFolder, load
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,16 +24,16 @@ def convert(source: str | Path, target: str | Path, to: str) -> None:
 
 
 def save(
-    model: MambaLM | LoadedModel, target: str | Path, *, tokenizer: Tokenizer | None = None, to: str = "huggingface"
+    model: MambaLM | ModelFolder, target: str | Path, *, tokenizer: Tokenizer | None = None, to: str = "huggingface"
 ) -> None:
     """Write a model that is in memory to a new folder, with its tokenizer where there is one."""
     from ..data.tokenize import end_token
 
     _check_form(to)
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel(model, None)
+    loaded = model if isinstance(model, ModelFolder) else ModelFolder(model, None)
     if tokenizer is not None:
         end = end_token(tokenizer)
-        loaded = LoadedModel(loaded.model, tokenizer, loaded.end_tokens or (() if end is None else (end,)))
+        loaded = ModelFolder(loaded.model, tokenizer, loaded.end_tokens or (() if end is None else (end,)))
     _write(loaded, path_of(target), to)
 
 
@@ -42,7 +42,7 @@ def _check_form(to: str) -> None:
         raise CheckpointError(f"a model cannot be written as {to!r}; choose one of {', '.join(FORMS)}")
 
 
-def _write(loaded: LoadedModel, target: Path, to: str) -> None:
+def _write(loaded: ModelFolder, target: Path, to: str) -> None:
     if to == "huggingface":
         huggingface.write(loaded.model, target, tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
     elif to == "state-spaces":

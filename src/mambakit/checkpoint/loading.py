@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,59 +19,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class ModelFolder:
     """A model, its tokenizer where the folder has one, and the tokens that end a text where those are known."""
 
     model: MambaLM
     tokenizer: Tokenizer | None
     end_tokens: tuple[int, ...] = ()
 
-    @overload
-    def generate(self, prompt: str, **options: Any) -> str: ...
-    @overload
-    def generate(self, prompt: list[str], **options: Any) -> list[str]: ...
-    @overload
-    def generate(self, prompt: Sequence[int], **options: Any) -> list[int]: ...
-    def generate(self, prompt: str | list[str] | Sequence[int], **options: Any) -> str | list[str] | list[int]:
-        """What follows: text for a text, texts for a list of texts, token ids for token ids.
 
-        Options as for `generate_text`, or for `generate_batch` with token ids. Ends before an end token.
-        """
-        from ..generate import generate_tokens
-
-        if isinstance(prompt, str):
-            return "".join(self.stream(prompt, **options))
-        prompts = [part for part in prompt if isinstance(part, str)]
-        tokens = [part for part in prompt if not isinstance(part, str)]
-        if prompts and tokens:
-            raise ValueError(f"the prompt {prompt!r} mixes texts and token ids; give a list of one kind")
-        if prompts:
-            texts = [""] * len(prompts)
-            for row, piece in self._text(prompts, options):
-                texts[row] += piece
-            return texts
-        if options.pop("stop_strings", ()):
-            raise ValueError("stop_strings end a text, but the prompt is token ids; give a text, or token ids as stop")
-        return list(generate_tokens(self.model, tokens, **{"stop": self.end_tokens, **options}))
-
-    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
-        """The text that follows, in pieces, as it is generated. Options as for `generate_text`."""
-        return (piece for _, piece in self._text([prompt], options))
-
-    def _text(self, prompts: list[str], options: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        from ..generate import generate_text
-
-        if self.tokenizer is None:
-            raise CheckpointError("this model has no tokenizer.json; give the prompt as token ids")
-        return generate_text(self.model, self.tokenizer, prompts, end_tokens=self.end_tokens, **options)
-
-
-def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Open a run, of which the best checkpoint is taken, or a folder in Hugging Face's or state-spaces' form.
-
-    A checkpoint whose checksums do not hold is refused. Weights keep the dtype they are stored in unless `dtype` says
-    otherwise; A_log, D and dt bias are fp32 always.
-    """
+def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
+    """What `mambakit.load` opens."""
     folder = native.find(path_of(path))
     is_of_run = native.is_checkpoint(folder)
     values = read_json(folder / "config.json")
@@ -83,7 +39,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
     tokenizer = _read_tokenizer(folder / "tokenizer.json")
     if is_of_run and not native.is_checkpoint(folder):
         raise CheckpointError(f"{folder} was deleted while it was read, perhaps by the run that goes on; try again")
-    return LoadedModel(model.eval(), tokenizer, _end_tokens(values.get("eos_token_id")))
+    return ModelFolder(model.eval(), tokenizer, _end_tokens(values.get("eos_token_id")))
 
 
 def read_config(path: str | Path) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from ..config import ModelConfig
+from ..config import ModelConfig, Recompute
 from .layers import Embedding, KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -20,9 +20,6 @@ from .recompute import Recipes, Sums, keep, value_of
 from .state import LayerState, State
 
 EMBEDDING_STD = 0.02
-# What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output and some of the
-# sums; all of a block.
-Recompute = Literal["none", "light", "mixer", "block"]
 
 
 @dataclass(frozen=True)

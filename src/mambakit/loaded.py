@@ -1,0 +1,62 @@
+"""A model that was opened, ready to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from . import checkpoint
+from .checkpoint import CheckpointError, ModelFolder
+from .generate import generate_text, generate_tokens
+
+
+class LoadedModel(ModelFolder):
+    """What a folder holds: the model, its tokenizer and the tokens that end a text."""
+
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: list[str], **options: Any) -> list[str]: ...
+    @overload
+    def generate(self, prompt: Sequence[int], **options: Any) -> list[int]: ...
+    def generate(self, prompt: str | list[str] | Sequence[int], **options: Any) -> str | list[str] | list[int]:
+        """What follows: text for a text, texts for a list of texts, token ids for token ids.
+
+        Options as for `generate_text`, or for `generate_batch` with token ids. Ends before an end token.
+        """
+        if isinstance(prompt, str):
+            return "".join(self.stream(prompt, **options))
+        prompts = [part for part in prompt if isinstance(part, str)]
+        tokens = [part for part in prompt if not isinstance(part, str)]
+        if prompts and tokens:
+            raise ValueError(f"the prompt {prompt!r} mixes texts and token ids; give a list of one kind")
+        if prompts:
+            texts = [""] * len(prompts)
+            for row, piece in self._text(prompts, options):
+                texts[row] += piece
+            return texts
+        if options.pop("stop_strings", ()):
+            raise ValueError("stop_strings end a text, but the prompt is token ids; give a text, or token ids as stop")
+        return list(generate_tokens(self.model, tokens, **{"stop": self.end_tokens, **options}))
+
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
+        """The text that follows, in pieces, as it is generated. Options as for `generate_text`."""
+        return (piece for _, piece in self._text([prompt], options))
+
+    def _text(self, prompts: list[str], options: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        if self.tokenizer is None:
+            raise CheckpointError("this model has no tokenizer.json; give the prompt as token ids")
+        return generate_text(self.model, self.tokenizer, prompts, end_tokens=self.end_tokens, **options)
+
+
+def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
+    """Open a run, of which the best checkpoint is taken, or a folder in Hugging Face's or state-spaces' form.
+
+    A checkpoint whose checksums do not hold is refused. Weights keep the dtype they are stored in unless `dtype` says
+    otherwise; A_log, D and dt bias are fp32 always.
+    """
+    found = checkpoint.load(path, dtype=dtype)
+    return LoadedModel(found.model, found.tokenizer, found.end_tokens)
