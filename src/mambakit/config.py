@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .files import UserError, paths_of
+from .mixers import MIXERS, Mamba1Dims, Mamba2Dims
 
 
 class ConfigError(UserError):
@@ -61,12 +62,6 @@ def _unknown(name: str, known: Mapping[str, Any]) -> str:
 
 
 UNKNOWN_VOCABULARY = 1  # stands for that of a tokenizer not seen yet; no language has one word
-
-# Settings that one kind of model has and the other does not.
-ONLY = {
-    "mamba1": ("dt_rank", "bcdt_norm", "bcdt_norm_eps"),
-    "mamba2": ("head_dim", "num_groups", "gated_norm", "dt_limit", "chunk_size"),
-}
 
 
 class ModelConfig(Settings):
@@ -124,45 +119,33 @@ class ModelConfig(Settings):
         """Defaults that depend on other settings."""
         if not isinstance(values, dict):
             return values
-        values = dict(values)
-        kind, width, limit = values.get("kind"), values.get("d_model"), values.get("dt_limit")
-        if values.get("state_size") is None:
-            values["state_size"] = 128 if kind == "mamba2" else 16
-        if kind == "mamba1" and values.get("dt_rank") is None and isinstance(width, int):
-            values["dt_rank"] = max(1, -(-width // 16))
+        limit = values.get("dt_limit")
+        dims = MIXERS.get(str(values.get("kind")), Mamba1Dims)  # what is no kind is told by its field
+        values = {**values, **dims.fill(values)}
         if isinstance(limit, (list, tuple)):  # JSON has no tuples, and no word for infinity
             values["dt_limit"] = tuple(math.inf if bound in ("inf", "Infinity") else bound for bound in limit)
         return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
-        problems = list(self._foreign_settings())
-        if self.kind == "mamba2":
-            if self.d_inner % self.head_dim:
-                problems.append(
-                    f"head_dim={self.head_dim} does not divide the inner width {self.d_inner} "
-                    f"(expand={self.expand} x d_model={self.d_model}); choose a divisor of {self.d_inner}"
-                )
-            elif self.num_heads % self.num_groups:
-                problems.append(
-                    f"num_groups={self.num_groups} does not divide the {self.num_heads} heads "
-                    f"(inner width {self.d_inner} / head_dim={self.head_dim}); choose a divisor of {self.num_heads}"
-                )
-            low, high = self.dt_limit
-            if not 0 <= low <= high or high == 0:
-                problems.append(f"dt_limit={self.dt_limit}: need 0 <= lowest <= highest, such as (0.0, inf)")
-        if problems:
+        if problems := [*self._foreign_settings(), *self.dims.problems()]:
             raise ValueError("\n".join(problems))
         return self
 
     def _foreign_settings(self) -> list[str]:
-        """Settings of the other kind that were given a value which would be ignored."""
-        other: Literal["mamba1", "mamba2"] = "mamba1" if self.kind == "mamba2" else "mamba2"
+        """Settings of another kind that were given a value which would be ignored."""
         return [
             f"{name}={getattr(self, name)!r} is a setting of {other}, but kind={self.kind}; remove it, or change kind"
-            for name in ONLY[other]
-            if getattr(self, name) != type(self).model_fields[name].default
+            for other, dims in MIXERS.items()
+            for name in dims.own_settings
+            if other != self.kind and getattr(self, name) != type(self).model_fields[name].default
         ]
+
+    @property
+    def dims(self) -> Mamba1Dims | Mamba2Dims:
+        """The sizes of a layer's mixer. All layers are alike."""
+        dims: Mamba1Dims | Mamba2Dims = MIXERS[self.kind].of(self)
+        return dims
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, with the two names that peft asks any model's config for."""
@@ -173,16 +156,6 @@ class ModelConfig(Settings):
         return self.expand * self.d_model
 
     @property
-    def num_heads(self) -> int:
-        """H (mamba2)."""
-        return self.d_inner // self.head_dim
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels the convolution runs over: x, and for mamba2 also B and C."""
-        return self.d_inner + (2 * self.num_groups * self.state_size if self.kind == "mamba2" else 0)
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, and so the width of the logits."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -190,19 +163,7 @@ class ModelConfig(Settings):
     def num_parameters(self) -> int:
         """Exact number of unique parameters."""
         vocab = self.padded_vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        return vocab + self.num_layers * (self.d_model + self._mixer_parameters()) + self.d_model
-
-    def _mixer_parameters(self) -> int:
-        d, inner, states = self.d_model, self.d_inner, self.state_size
-        conv = self.conv_channels * (self.conv_width + self.conv_bias)
-        if self.kind == "mamba1":
-            rank = self.dt_rank or 0
-            bias = self.bias * (2 * inner + d)
-            scan = inner * (rank + 2 * states) + (rank + 1) * inner + inner * states + inner  # x_proj, dt_proj, A, D
-            return d * 2 * inner + conv + scan + inner * d + bias
-        in_features = inner + self.conv_channels + self.num_heads
-        bias = self.bias * (in_features + d)
-        return d * in_features + conv + 3 * self.num_heads + inner + inner * d + bias  # dt_bias, A, D; norm
+        return vocab + self.num_layers * (self.d_model + self.dims.num_parameters()) + self.d_model
 
     def flops_per_token(self, *, training: bool = False) -> int:
         """Arithmetic of one token: two per multiply-add of a matrix product, one per operation of the recurrence.
@@ -210,16 +171,7 @@ class ModelConfig(Settings):
         Norms, activations and other work proportional to the width alone are left out. A training step is
         counted as three forward passes, without recomputation.
         """
-        d, inner, states = self.d_model, self.d_inner, self.state_size
-        conv = 2 * self.conv_channels * self.conv_width
-        if self.kind == "mamba1":
-            rank = self.dt_rank or 0
-            linear = d * 2 * inner + inner * (rank + 2 * states) + rank * inner + inner * d
-            recurrence = 7 * inner * states  # exp(dt A), decay and input into the state, sum with C
-        else:
-            linear = d * (inner + self.conv_channels + self.num_heads) + inner * d
-            recurrence = 5 * inner * states  # as above; the decay is one number per head
-        forward = self.num_layers * (2 * linear + conv + recurrence) + 2 * d * self.padded_vocab_size
+        forward = self.num_layers * self.dims.flops_per_token() + 2 * self.d_model * self.padded_vocab_size
         return 3 * forward if training else forward
 
 

@@ -335,13 +335,13 @@ def test_flops_formula_is_what_a_forward_pass_does(kind: str) -> None:
     tokens = torch.randint(0, 45, (2, 8))
     shape = (config.d_inner, config.state_size)
     if kind == "mamba2":
-        shape = (config.num_heads, config.head_dim, config.state_size)
+        shape = (config.dims.num_heads, config.head_dim, config.state_size)
     with ops.backend("reference"), torch.no_grad():
         with FlopCounterMode(display=False) as products:
             model(tokens)
         with _CountRecurrence(shape) as recurrence:
             model(tokens)
-    conv = 2 * config.conv_channels * config.conv_width * config.num_layers  # elementwise in the reference
+    conv = 2 * config.dims.conv_channels * config.conv_width * config.num_layers  # elementwise in the reference
     counted = (products.get_total_flops() + recurrence.operations) / tokens.numel() + conv
     assert counted == config.flops_per_token()
     assert config.flops_per_token(training=True) == 3 * config.flops_per_token()

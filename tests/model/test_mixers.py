@@ -43,7 +43,7 @@ def mamba1(mixer: Mamba1, hidden: Tensor, doc_ids: Tensor) -> Tensor:
 
 def mamba2(mixer: Mamba2, hidden: Tensor, doc_ids: Tensor) -> Tensor:
     config = mixer.config
-    inner, heads, width, groups = config.d_inner, config.num_heads, config.head_dim, config.num_groups
+    inner, heads, width, groups = config.d_inner, config.dims.num_heads, config.head_dim, config.num_groups
     projected = hidden @ mixer.in_proj.weight.t()  # z, x, B, C, dt
     z, dt = projected[..., :inner], projected[..., -heads:]
     xBC = _conv(mixer, projected[..., inner:-heads], doc_ids)

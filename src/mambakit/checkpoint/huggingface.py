@@ -126,7 +126,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     if config.kind == "mamba1":
         kind = {"intermediate_size": config.d_inner, "time_step_rank": config.dt_rank}
         return shared | kind | ({"mixer_rms_eps": config.bcdt_norm_eps} if config.bcdt_norm else {})
-    heads = {"num_heads": config.num_heads, "head_dim": config.head_dim, "n_groups": config.num_groups}
+    heads = {"num_heads": config.d_inner // config.head_dim, "head_dim": config.head_dim, "n_groups": config.num_groups}
     return shared | heads | ({"chunk_size": config.chunk_size} if config.chunk_size else {})
 
 

@@ -20,6 +20,8 @@ from .recompute import Recipes, Sums, keep, value_of
 from .state import LayerState, State
 
 EMBEDDING_STD = 0.02
+Mixer = Mamba1 | Mamba2
+MODULES: dict[str, Callable[..., Mixer]] = {"mamba1": Mamba1, "mamba2": Mamba2}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Block(nn.Module):
         super().__init__()
         self.eps, self.dropout = config.norm_eps, config.dropout
         self.norm = NormWeight(config.d_model)
-        self.mixer: Mamba1 | Mamba2 = Mamba1(config) if config.kind == "mamba1" else Mamba2(config)
+        self.mixer: Mixer = MODULES[config.kind](config.dims)
 
     def forward(
         self,
@@ -152,9 +154,11 @@ class MambaLM(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize all weights anew, for a model that was built on the meta device."""
-        for module in self.modules():
-            if isinstance(module, (Backbone, Mamba1, Mamba2, NormWeight)):
-                module.reset_parameters()
+        self.backbone.reset_parameters()
+        for block in self._blocks():
+            block.norm.reset_parameters()
+            block.mixer.reset_parameters()
+        self.backbone.norm_f.reset_parameters()
         if not self.config.tie_embeddings:
             init_linear_(self.lm_head)
 
@@ -217,7 +221,7 @@ class MambaLM(nn.Module):
     def state_of(self, tensors: Sequence[Tensor]) -> State:
         """The state whose `tensors()` these are."""
         given = iter(tensors)
-        return State(tuple({name: next(given) for name in block.mixer.state_names} for block in self._blocks()))
+        return State(tuple({name: next(given) for name in block.mixer.dims.state_shapes()} for block in self._blocks()))
 
     def check_input(self, tokens: Tensor, dims: int, state: State | None = None) -> None:
         """Raise when tokens of `dims` dimensions, or a state, cannot belong to this model."""

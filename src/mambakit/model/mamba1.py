@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..config import ModelConfig
+from ..mixers import Mamba1Dims
 from .layers import DtProjection, KeepsFp32, convolution, init_dt_bias_, init_linear_
 from .recompute import Recipes, run
 from .state import LayerState
@@ -24,20 +24,18 @@ from .state import LayerState
 
 class Mamba1(KeepsFp32):
     fp32_parameters = ("A_log", "D")
-    state_names = ("conv", "ssm")
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dims: Mamba1Dims) -> None:
         super().__init__()
-        assert config.dt_rank is not None
-        self.config = config
-        inner, states, self.rank = config.d_inner, config.state_size, config.dt_rank
-        self.in_proj = nn.Linear(config.d_model, 2 * inner, bias=config.bias)
-        self.conv1d = convolution(inner, config.conv_width, config.conv_bias)
-        self.x_proj = nn.Linear(inner, self.rank + 2 * states, bias=False)
-        self.dt_proj = DtProjection(self.rank, inner)
+        self.dims = dims
+        inner, states, rank = dims.d_inner, dims.state_size, dims.dt_rank
+        self.in_proj = nn.Linear(dims.d_model, sum(dims.segments.values()), bias=dims.bias)
+        self.conv1d = convolution(inner, dims.conv_width, dims.conv_bias)
+        self.x_proj = nn.Linear(inner, rank + 2 * states, bias=False)
+        self.dt_proj = DtProjection(rank, inner)
         self.A_log = nn.Parameter(torch.empty(inner, states))
         self.D = nn.Parameter(torch.empty(inner))
-        self.out_proj = nn.Linear(inner, config.d_model, bias=config.bias)
+        self.out_proj = nn.Linear(inner, dims.d_model, bias=dims.bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -45,11 +43,11 @@ class Mamba1(KeepsFp32):
         init_linear_(self.in_proj)
         self.conv1d.reset_parameters()
         init_linear_(self.x_proj)
-        nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
+        nn.init.uniform_(self.dt_proj.weight, -(self.dims.dt_rank**-0.5), self.dims.dt_rank**-0.5)
         init_dt_bias_(self.dt_proj.bias)
         self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log())  # A = -1 … -N
         self.D.fill_(1)
-        init_linear_(self.out_proj, scale=self.config.num_layers**-0.5)
+        init_linear_(self.out_proj, scale=self.dims.num_layers**-0.5)
 
     def forward(
         self,
@@ -89,10 +87,10 @@ class Mamba1(KeepsFp32):
 
     def _select(self, x: Tensor, recipes: Recipes | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """dt (…, D) before its bias, B and C (…, N), all chosen by the token."""
-        states = self.config.state_size
-        dt, B, C = self.x_proj(x).split([self.rank, states, states], dim=-1)
-        if self.config.bcdt_norm:
-            dt, B, C = (ops.rms_norm(part, None, eps=self.config.bcdt_norm_eps) for part in (dt, B, C))
+        states = self.dims.state_size
+        dt, B, C = self.x_proj(x).split([self.dims.dt_rank, states, states], dim=-1)
+        if self.dims.bcdt_norm:
+            dt, B, C = (ops.rms_norm(part, None, eps=self.dims.bcdt_norm_eps) for part in (dt, B, C))
         wide = self.dt_proj(dt)
         if recipes is not None and type(self.dt_proj) is DtProjection:  # what took its place may be random
             narrow = dt.detach()
@@ -101,8 +99,8 @@ class Mamba1(KeepsFp32):
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""
-        inner, width = self.config.d_inner, self.config.conv_width
+        shapes = self.dims.state_shapes()
         return {
-            "conv": self.in_proj.weight.new_zeros(batch_size, width - 1, inner),
-            "ssm": self.A_log.new_zeros(batch_size, inner, self.config.state_size),
+            "conv": self.in_proj.weight.new_zeros(batch_size, *shapes["conv"]),
+            "ssm": self.A_log.new_zeros(batch_size, *shapes["ssm"]),
         }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..config import ModelConfig
+from ..mixers import Mamba2Dims
 from .layers import KeepsFp32, NormWeight, convolution, init_dt_bias_, init_linear_
 from .recompute import Recipes, run
 from .state import LayerState
@@ -26,21 +26,19 @@ A_RANGE = (1.0, 16.0)
 
 class Mamba2(KeepsFp32):
     fp32_parameters = ("dt_bias", "A_log", "D")
-    state_names = ("conv", "ssm")
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dims: Mamba2Dims) -> None:
         super().__init__()
-        self.config = config
-        inner, heads = config.d_inner, config.num_heads
-        # in_proj's output, by name: z gates, xBC goes through the convolution, dt is one number per head.
-        self.segments = {"z": inner, "xBC": config.conv_channels, "dt": heads}
-        self.in_proj = nn.Linear(config.d_model, sum(self.segments.values()), bias=config.bias)
-        self.conv1d = convolution(config.conv_channels, config.conv_width, config.conv_bias)
+        self.dims, self.segments = dims, dims.segments
+        inner, heads = dims.d_inner, dims.num_heads
+        # z gates; x, B and C go through the convolution together; dt is one number per head.
+        self.in_proj = nn.Linear(dims.d_model, sum(self.segments.values()), bias=dims.bias)
+        self.conv1d = convolution(dims.conv_channels, dims.conv_width, dims.conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
         self.norm = NormWeight(inner)
-        self.out_proj = nn.Linear(inner, config.d_model, bias=config.bias)
+        self.out_proj = nn.Linear(inner, dims.d_model, bias=dims.bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -51,7 +49,7 @@ class Mamba2(KeepsFp32):
         self.A_log.copy_(torch.empty_like(self.A_log).uniform_(*A_RANGE).log())
         self.D.fill_(1)
         self.norm.reset_parameters()
-        init_linear_(self.out_proj, scale=self.config.num_layers**-0.5)
+        init_linear_(self.out_proj, scale=self.dims.num_layers**-0.5)
 
     def forward(
         self,
@@ -67,15 +65,15 @@ class Mamba2(KeepsFp32):
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
-        config = self.config
+        dims = self.dims
         z, xBC, _, dt, conv_state = ops.causal_conv1d_beside(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
             first=self.segments["z"], doc_ids=doc_ids, initial_state=state["conv"] if state else None,
         )  # fmt: skip
         y, ssm_state = ops.ssd_beside(
             xBC, dt, self._A(), self.D, self.dt_bias,
-            head_dim=config.head_dim, num_groups=config.num_groups, dt_limit=config.dt_limit,
-            chunk_size=config.chunk_size, doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
+            head_dim=dims.head_dim, num_groups=dims.num_groups, dt_limit=dims.dt_limit,
+            chunk_size=dims.chunk_size, doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
         )  # fmt: skip
         normed = self._gated_norm(y, z)
         if recipes is not None:
@@ -85,11 +83,12 @@ class Mamba2(KeepsFp32):
 
     def step(self, hidden: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """One token: hidden (B, d_model)."""
-        z, xBC, dt = self.in_proj(hidden).split(list(self.segments.values()), dim=-1)
+        sizes = [self.segments["z"], self.conv1d.out_channels, self.segments["dt"]]
+        z, xBC, dt = self.in_proj(hidden).split(sizes, dim=-1)
         xBC, conv_state = ops.causal_conv1d_step(xBC, state["conv"], self.conv1d.weight.squeeze(1), self.conv1d.bias)
         x, B, C = self._heads(xBC)
         y, ssm_state = ops.ssd_step(
-            x, state["ssm"], dt, self._A(), B, C, self.D, self.dt_bias, dt_limit=self.config.dt_limit
+            x, state["ssm"], dt, self._A(), B, C, self.D, self.dt_bias, dt_limit=self.dims.dt_limit
         )
         return self.out_proj(self._gated_norm(y, z)), {"conv": conv_state, "ssm": ssm_state}
 
@@ -98,21 +97,20 @@ class Mamba2(KeepsFp32):
 
     def _heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (…, H, P), B and C (…, G, N)."""
-        groups, states = self.config.num_groups, self.config.state_size
-        x, B, C = xBC.split([self.config.d_inner, groups * states, groups * states], dim=-1)
-        heads = x.unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        groups, states = self.dims.num_groups, self.dims.state_size
+        x, B, C = xBC.split([self.segments[name] for name in "xBC"], dim=-1)
+        heads = x.unflatten(-1, (self.dims.num_heads, self.dims.head_dim))
         return heads, B.unflatten(-1, (groups, states)), C.unflatten(-1, (groups, states))
 
     def _gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
         """rms(y silu(z)), (…, H P)."""
-        config = self.config
-        group_size = config.d_inner // config.num_groups if config.gated_norm == "group" else config.d_inner
-        return ops.rms_norm(y.flatten(-2), self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size)
+        group_size = self.dims.norm_group
+        return ops.rms_norm(y.flatten(-2), self.norm.weight, eps=self.dims.norm_eps, gate=z, group_size=group_size)
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""
-        config = self.config
+        shapes = self.dims.state_shapes()
         return {
-            "conv": self.in_proj.weight.new_zeros(batch_size, config.conv_width - 1, config.conv_channels),
-            "ssm": self.A_log.new_zeros(batch_size, config.num_heads, config.head_dim, config.state_size),
+            "conv": self.in_proj.weight.new_zeros(batch_size, *shapes["conv"]),
+            "ssm": self.A_log.new_zeros(batch_size, *shapes["ssm"]),
         }
