@@ -156,7 +156,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "tokenizer": (["prepare", "mixed", "--out", "o", "--tokenizer", "train:12"], "need train:VOCAB with a vocabulary from 257"),
     "tokenizer file": (["prepare", "mixed", "--out", "o", "--tokenizer", "./nothing.json"], "the tokenizer ./nothing.json does not exist"),
     "out exists": (["prepare", "mixed", "--out", "mixed"], "mixed exists and is not empty"),
-    "fraction": (["prepare", "mixed", "--out", "o", "--val-fraction", "2"], "val_fraction=2.0: need a share"),
+    "fraction": (["prepare", "mixed", "--out", "o", "--val-fraction", "2"], "val_fraction=2: need less than 1"),
     "three mistakes": (["train", "three.yaml", "--out", "o"], "3 problems:\n  optim.lr='fast': need a valid number\n  train.stepz is not a setting; did you mean steps?\n  train.batch_tokens=1000 is not a multiple of data.sequence_length=1024"),
     "no such config": (["train", "nothing.yaml"], "the config nothing.yaml does not exist"),
     "broken yaml": (["train", "broken.yaml"], "the config broken.yaml cannot be read"),

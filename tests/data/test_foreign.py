@@ -98,7 +98,7 @@ def test_the_packed_layout_is_not_copied(name: str, tmp_path: Path) -> None:
         file.seek(-3, 2)
         file.write(b"\7")
     assert [problem for problem in verify(folder) if f"{tmp_path / name}) differs from what was written" in problem]
-    with pytest.raises(UserError, match=f"{name}.* has changed since it was taken over"):
+    with pytest.raises(UserError, match=f"{name}.* has changed since it was first read"):
         TokenStream(folder, "train")
     (tmp_path / name).unlink()
     with pytest.raises(UserError, match=f"{name}.* has 0 bytes, but the index says"):

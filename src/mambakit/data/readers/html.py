@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from . import encodings
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ ATTRIBUTE = re.compile(r"""[\s/]*[^\s/>][^\s/>=]*(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^
 RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}  # what ends them
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file."""
     data = stream.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
@@ -51,7 +51,7 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     text, _ = text_of(decode(data))
     if not text:
         raise Unreadable("no text")
-    yield Part(text)
+    yield TextPart(text)
 
 
 def decode(data: bytes) -> str:

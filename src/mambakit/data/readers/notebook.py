@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from . import encodings
 
 LARGEST_FILE = 2**26  # bytes; as Python's objects they take many times as much memory
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a notebook."""
     data = stream.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
@@ -27,7 +27,7 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     if not text:
         raise Unreadable("no text")
     # JSON may have halves of characters that were to be pairs.
-    yield Part(text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    yield TextPart(text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _cells(notebook: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 
 LARGEST_WORK = 2**25  # characters and drawn objects of a document, which are seconds to minutes
 WORK_OF_PAGE = 2**7  # in such, if it is empty or broken
@@ -41,7 +41,7 @@ Box = tuple[float, float, float, float, float, float]  # left, bottom, right, to
 
 
 @dataclass
-class Piece:
+class TextRun:
     """Characters side by side; also a row of such, and how they stand on the page."""
 
     text: str
@@ -52,7 +52,7 @@ class Piece:
     turn: int = 0  # quarters, as _turned has them
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file, a part for a page. Pages without text are passed over, as are broken ones among others."""
     import pypdfium2
 
@@ -74,13 +74,13 @@ def read(stream: BinaryIO) -> Iterator[Part]:
             if left < 0:
                 raise Unreadable("too large")
             if last and text:
-                yield Part(last + "\n\n", ends=False)
+                yield TextPart(last + "\n\n", ends=False)
             last = text or last
     finally:
         document.close()
     if not last:
         raise Unreadable("broken PDF" if broken else "no text layer")
-    yield Part(last)
+    yield TextPart(last)
 
 
 def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
@@ -101,9 +101,9 @@ def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
     return _paragraphs(_rows(_by_columns(pieces))), work
 
 
-def _pieces(page: Any, pdfium: Any) -> list[Piece]:
+def _pieces(page: Any, pdfium: Any) -> list[TextRun]:
     """Characters put together in the file's order. PDFium has marked the gaps between words and lines by spaces."""
-    pieces: list[Piece] = []
+    pieces: list[TextRun] = []
     rect, x, y = pdfium.FS_RECTF(), ctypes.c_double(), ctypes.c_double()
     gap = ""
     last: tuple[str, Box, int] | None = None
@@ -145,15 +145,15 @@ def _character(code: int) -> str:
     return "" if unicodedata.category(character) == "Cc" and character not in "\t\n\r" else character
 
 
-def _turned(character: str, box: Box, turn: int) -> Piece:
+def _turned(character: str, box: Box, turn: int) -> TextRun:
     """A character as if the page were turned by `turn` quarters, so that its line runs to the right."""
     left, bottom, right, top, x, y = box
     sides = [(left, right, y), (-top, -bottom, x), (-right, -left, -y), (bottom, top, -x)]
     across = right - left if turn % 2 else top - bottom
-    return Piece(character, *sides[turn], height=max(across, 0.1), turn=turn)
+    return TextRun(character, *sides[turn], height=max(across, 0.1), turn=turn)
 
 
-def _follows(piece: Piece, new: Piece, gap: str) -> bool:
+def _follows(piece: TextRun, new: TextRun, gap: str) -> bool:
     """Whether a character goes on where a piece ends."""
     height = max(piece.height, new.height)
     if abs(new.base - piece.base) > 0.5 * height:
@@ -163,16 +163,16 @@ def _follows(piece: Piece, new: Piece, gap: str) -> bool:
     return new.right > piece.right - 0.5 * height and new.left - piece.right < WIDE_GAP * height
 
 
-def _is_spaced(piece: Piece, new: Piece, gap: str) -> bool:
+def _is_spaced(piece: TextRun, new: TextRun, gap: str) -> bool:
     if _is_cjk(piece.text[-1]) and _is_cjk(new.text) and new.left - piece.right < 0.6 * new.height:
         return False
     return new.left - piece.right > 0.15 * new.height if "\n" in gap else bool(gap)  # \n: two lines where we see one
 
 
-def _joined(piece: Piece, new: Piece, between: str) -> Piece:
+def _joined(piece: TextRun, new: TextRun, between: str) -> TextRun:
     tallest = max(piece, new, key=lambda each: each.height)  # not one that is raised or lowered
     left, right = min(piece.left, new.left), max(piece.right, new.right)
-    return Piece(piece.text + between + new.text, left, right, tallest.base, tallest.height, piece.turn)
+    return TextRun(piece.text + between + new.text, left, right, tallest.base, tallest.height, piece.turn)
 
 
 def _is_cjk(text: str) -> bool:
@@ -183,7 +183,7 @@ def _is_rtl(text: str) -> bool:
     return unicodedata.bidirectional(text[0]) in ("R", "AL")
 
 
-def _by_columns(pieces: list[Piece]) -> list[Piece]:
+def _by_columns(pieces: list[TextRun]) -> list[TextRun]:
     """The pieces as they are, unless their order keeps changing between two columns of text."""
     turns = [piece.turn for piece in pieces]
     main = [piece for piece in pieces if piece.turn == statistics.mode(turns)]
@@ -197,7 +197,7 @@ def _by_columns(pieces: list[Piece]) -> list[Piece]:
     return [*_arranged(main), *(piece for piece in pieces if piece.turn != main[0].turn)]
 
 
-def _gutter(pieces: Sequence[Piece]) -> float | None:
+def _gutter(pieces: Sequence[TextRun]) -> float | None:
     """Where a page is parted into two columns of prose, with the fewest pieces that lie across."""
     if not 2 * COLUMN_LINES <= len(pieces) <= LARGEST_LAYOUT:
         return None
@@ -217,24 +217,24 @@ def _gutter(pieces: Sequence[Piece]) -> float | None:
     return found
 
 
-def _side(piece: Piece, gutter: float) -> int:
+def _side(piece: TextRun, gutter: float) -> int:
     """-1: left of it, 1: right of it, 0: across."""
     return -1 if piece.right <= gutter else 1 if piece.left >= gutter else 0
 
 
-def _arranged(pieces: Sequence[Piece]) -> list[Piece]:
+def _arranged(pieces: Sequence[TextRun]) -> list[TextRun]:
     """Pieces by their places: down one column and then the next, between those that lie across."""
     pieces = sorted(pieces, key=lambda piece: -piece.base)
     gutter = _gutter(pieces)
     if gutter is None:
-        rows: list[list[Piece]] = []
+        rows: list[list[TextRun]] = []
         for piece in pieces:
             if rows and abs(rows[-1][0].base - piece.base) < 0.4 * piece.height:
                 rows[-1].append(piece)
             else:
                 rows.append([piece])
         return [piece for row in rows for piece in sorted(row, key=lambda piece: piece.left)]
-    ordered: list[Piece] = []
+    ordered: list[TextRun] = []
     for across, band in itertools.groupby(pieces, key=lambda piece: _side(piece, gutter) == 0):
         inside = list(band)
         if across:
@@ -245,9 +245,9 @@ def _arranged(pieces: Sequence[Piece]) -> list[Piece]:
     return ordered
 
 
-def _rows(pieces: Sequence[Piece]) -> list[Piece]:
+def _rows(pieces: Sequence[TextRun]) -> list[TextRun]:
     """Pieces that follow each other on a line, as one."""
-    rows: list[Piece] = []
+    rows: list[TextRun] = []
     for piece in pieces:
         row = rows[-1] if rows else piece
         height = max(row.height, piece.height)
@@ -261,7 +261,7 @@ def _rows(pieces: Sequence[Piece]) -> list[Piece]:
     return rows
 
 
-def _paragraphs(rows: Sequence[Piece]) -> str:
+def _paragraphs(rows: Sequence[TextRun]) -> str:
     """Rows as text: those of a paragraph on one line, a blank line where there is a gap."""
     if not rows:
         return ""
@@ -295,18 +295,18 @@ def _paragraphs(rows: Sequence[Piece]) -> str:
     return "".join(text)
 
 
-def _is_alike(row: Piece, other: Piece) -> bool:
+def _is_alike(row: TextRun, other: TextRun) -> bool:
     return row.turn == other.turn and 2 / 3 < row.height / other.height < 3 / 2
 
 
-def _is_below(below: Piece, row: Piece) -> bool:
+def _is_below(below: TextRun, row: TextRun) -> bool:
     """Whether a row may be the next line of the one before."""
     if not _is_alike(row, below) or below.left > row.right or below.right < row.left:
         return False
     return 0.3 * row.height < row.base - below.base < 3 * row.height
 
 
-def _is_full(rows: Sequence[Piece], at: int, within: tuple[int, int]) -> bool:
+def _is_full(rows: Sequence[TextRun], at: int, within: tuple[int, int]) -> bool:
     """Whether a row leaves no room for the first word of the next one, in a column as wide as most rows around it."""
     row, below = rows[at], rows[at + 1]
     if row.right - row.left < NARROW * row.height or CELLS.match(row.text) or CELLS.match(below.text):
@@ -320,7 +320,7 @@ def _is_full(rows: Sequence[Piece], at: int, within: tuple[int, int]) -> bool:
     return row.right + (below.right - below.left) * (word + 0.5) / len(below.text) > margin
 
 
-def _begins(below: Piece, row: Piece, start: Piece) -> bool:
+def _begins(below: TextRun, row: TextRun, start: TextRun) -> bool:
     """Whether a row begins a paragraph by where it stands or by its mark."""
     if BULLET.match(below.text):
         return True

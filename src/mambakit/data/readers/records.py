@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 from ...files import pip_command
-from ..documents import Note, Part, Unreadable, unheard
+from ..documents import Note, TextPart, Unreadable, ignore_note
 from . import encodings, text
 
 LONGEST_RECORD = 2**26  # characters
@@ -45,32 +45,32 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PLACE = re.compile(r"\{([^{}]+)\}")
 
 
-def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """JSON Lines: an object or a string on each line."""
     return rows(_json_lines(stream), text_column, note)
 
 
-def json_(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def json_(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """JSON: a list of objects or strings, which are a document each, or one alone. JSON Lines may have this name."""
     return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
 
 
-def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """CSV with a header row. The delimiter is the one that the header has most of."""
     return rows(_table(stream, DELIMITERS), text_column, note)
 
 
-def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """Tab-separated values with a header row; quotes are those of CSV."""
     return rows(_table(stream, "\t"), text_column, note)
 
 
-def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """Parquet, some rows at a time, of which only the columns that hold the text are read."""
     return rows(_parquet(stream, text_column), text_column, note)
 
 
-def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """Arrow's file format, which Feather is too, and its stream format, batch by batch."""
     return rows(_arrow(stream), text_column, note)
 
@@ -79,7 +79,7 @@ def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = unheard
 Records = Iterator[Any | Unreadable]
 
 
-def rows(records: Records, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def rows(records: Records, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
     """The documents in records, wherever those come from."""
     reason = "empty"
     columns: list[str] = []  # of a record that was not usable
@@ -104,27 +104,27 @@ def rows(records: Records, text_column: str | None = None, note: Note = unheard)
         raise Unreadable(reason)
 
 
-def _parts(record: Any, text_column: str | None) -> list[Part]:
+def _parts(record: Any, text_column: str | None) -> list[TextPart]:
     """The document in a record."""
     if _is_text(record):
         record = {"text": record}
     if not isinstance(record, dict):
         raise Unreadable("no text column")
     if text_column is not None:
-        return [Part(_filled(record, text_column))]
+        return [TextPart(_filled(record, text_column))]
     for name in CHATS:
         if isinstance(record.get(name), list):
             return _chat(record[name])
     if _is_text(record.get("prompt")) and _is_text(record.get("completion")):
         prompt, completion = _clean(record["prompt"]), _written(record["completion"])
-        return [Part(prompt, learn=False, ends=False), Part(completion)] if prompt else [Part(completion)]
+        return [TextPart(prompt, learn=False, ends=False), TextPart(completion)] if prompt else [TextPart(completion)]
     for name in COLUMNS:
         if _is_text(record.get(name)):
-            return [Part(_written(record[name]))]
+            return [TextPart(_written(record[name]))]
     words = [value for value in record.values() if _is_text(value) and not _is_number(value)]
     if len(words) != 1:
         raise Unreadable("no text column")
-    return [Part(_written(words[0]))]
+    return [TextPart(_written(words[0]))]
 
 
 def _filled(record: dict[str, Any], text_column: str) -> str:
@@ -143,7 +143,7 @@ def _filled(record: dict[str, Any], text_column: str) -> str:
     return _written(value(text_column))
 
 
-def _chat(turns: list[Any]) -> list[Part]:
+def _chat(turns: list[Any]) -> list[TextPart]:
     """Turns of {role, content} or {from, value}, as parts that are learned and not learned in alternation."""
     pieces: list[tuple[str, bool]] = []
     for turn in turns:
@@ -157,13 +157,13 @@ def _chat(turns: list[Any]) -> list[Part]:
         role = ROLES.get(role.lower(), role.lower())
         if said:
             pieces += [(f"<|{role}|>\n", False), (f"{said}\n", role == "assistant")]
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     for piece, learn in pieces:
         before = parts.pop().text if parts and parts[-1].learn == learn else ""
-        parts.append(Part(before + _clean(piece), learn, ends=False))
+        parts.append(TextPart(before + _clean(piece), learn, ends=False))
     if not any(part.learn for part in parts):
         raise Unreadable("a chat without an answer")
-    return [*parts[:-1], Part(parts[-1].text, parts[-1].learn)]
+    return [*parts[:-1], TextPart(parts[-1].text, parts[-1].learn)]
 
 
 def _written(words: str) -> str:

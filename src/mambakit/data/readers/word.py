@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from .xml import events, parts
 
 LARGEST_ENTRY = 2**28  # bytes, unpacked
@@ -29,7 +29,7 @@ BROKEN = (
 )  # fmt: skip
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file, in parts: its body, and then its notes."""
     start = stream.read(OLE_WITHIN)
     if start.startswith(OLE):

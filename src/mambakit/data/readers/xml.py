@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 from ...files import pip_command
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from . import encodings
 from .html import CONTROLS, SPACE
 
@@ -150,7 +150,7 @@ class _Open:
         return sum(len(text) + OVERHEAD for text in texts)
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file, in parts."""
     return parts(_lines(stream))
 
@@ -177,7 +177,7 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
     yield from opened[0].lines()
 
 
-def parts(lines: Iterable[str]) -> Iterator[Part]:
+def parts(lines: Iterable[str]) -> Iterator[TextPart]:
     """A document of such lines, in parts of about a megabyte, with no more than one blank line between two others."""
     last, waiting, held, size = "", [""], 0, 0
     for line in lines:
@@ -187,7 +187,7 @@ def parts(lines: Iterable[str]) -> Iterator[Part]:
         held += len(line) + OVERHEAD
         if held > PART_SIZE:
             if last:
-                yield Part(last, ends=False)
+                yield TextPart(last, ends=False)
             last = "\n".join(waiting[1:]) + "\n"
             size += len(last)
             if size > LARGEST_TEXT:
@@ -195,8 +195,8 @@ def parts(lines: Iterable[str]) -> Iterator[Part]:
             waiting, held = [line], 0
     if rest := "\n".join(waiting[1:]):
         if last:
-            yield Part(last, ends=False)
+            yield TextPart(last, ends=False)
         last = rest
     if not last.strip():
         raise Unreadable("no text")
-    yield Part(last.rstrip())
+    yield TextPart(last.rstrip())
