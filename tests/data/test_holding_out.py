@@ -18,7 +18,9 @@ def _cuts(text: str, limit: int) -> list[bytes]:
 def _split(
     parts: Iterable[TextPart], limit: float, *, by_block: bool = False, has_records: bool = False
 ) -> list[tuple[SplitPiece, bytes]]:
-    return list(split_pieces(parts, "name", limit, by_block=by_block, has_records=has_records))
+    return list(
+        split_pieces(parts, "name", limit, by_block=by_block, has_records=has_records, choose=lambda document: document)
+    )
 
 
 def test_pieces_are_cut_after_a_line() -> None:

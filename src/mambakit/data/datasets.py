@@ -79,13 +79,16 @@ def slices(source: str) -> list[Slice]:
     return [Slice(source, number, count, max(1, size // count), dataset._fingerprint) for number in range(count)]
 
 
-def _commit(source: str) -> tuple[str, str | None]:
-    """A source without its revision, and its current commit; None for a folder, which has none."""
+def _match(source: str) -> re.Match[str]:
     match = FORM.fullmatch(source)
     if match is None:
-        raise UserError(
-            f"{source}: need hf:NAME, with :CONFIG, @SPLIT and #REVISION after it, in this order, if at all"
-        )
+        raise UserError(f"{source}: need hf:NAME; :CONFIG, @SPLIT and #REVISION may follow it, in this order")
+    return match
+
+
+def _commit(source: str) -> tuple[str, str | None]:
+    """A source without its revision, and its current commit; None for a folder, which has none."""
+    match = _match(source)
     if Path(match["name"]).is_dir():
         if match["revision"]:
             raise UserError(f"{source}: a folder has no revisions; leave out #{match['revision']}")
@@ -109,8 +112,7 @@ def pinned(source: str) -> str:
 
 def _files_of(source: str) -> str:
     """A hash that changes when the files of a folder do."""
-    match = FORM.fullmatch(source)
-    folder = Path(match["name"]) if match else Path()
+    folder = Path(_match(source)["name"])
     seen = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -187,9 +189,7 @@ def _open(source: str, commit: str | None = None) -> Any:
             folder, split = _folder_and_split(source)
             _check_inside(folder)
             return _split(source, datasets.load_from_disk(str(folder)), split)
-        match = FORM.fullmatch(source)
-        if match is None:
-            raise UserError(f"{source}: need hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG@SPLIT")
+        match = _match(source)
         found = datasets.load_dataset(match["name"], match["config"], revision=commit, streaming=True)
         return _split(source, found, match["split"])
     except UserError:

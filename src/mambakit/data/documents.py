@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -27,7 +26,7 @@ class Note(Protocol):
     def __call__(self, reason: str, place: str = "") -> None: ...
 
 
-def ignore_note(reason: str, place: str = "") -> None:
+def no_note(reason: str, place: str = "") -> None:
     """A note that does nothing."""
 
 
@@ -42,5 +41,9 @@ def unreadable(error: OSError) -> Unreadable:
     return Unreadable(f"cannot be read: {error.strerror}")
 
 
-# Reads an open, seekable file from its beginning. Raises Unreadable, before the first part or later.
-Reader = Callable[[BinaryIO], Iterator[TextPart]]
+def read_whole(stream: BinaryIO, largest: int) -> bytes:
+    """A whole file. Raises Unreadable if it has more than `largest` bytes."""
+    data = stream.read(largest + 1)
+    if len(data) > largest:
+        raise Unreadable("too large")
+    return data

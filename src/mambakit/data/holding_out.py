@@ -72,17 +72,11 @@ class Survey:
             self.documents.append(draw(called))
 
 
-Chosen = Callable[[Iterator[TextPart]], "Iterator[TextPart] | None"]
+Choose = Callable[[Iterator[TextPart]], "Iterator[TextPart] | None"]  # a document, or None to leave it out
 
 
 def split_pieces(
-    parts: Iterable[TextPart],
-    name: str,
-    limit: float,
-    *,
-    by_block: bool,
-    has_records: bool,
-    choose: Chosen = lambda document: document,
+    parts: Iterable[TextPart], name: str, limit: float, *, by_block: bool, has_records: bool, choose: Choose
 ) -> Iterator[tuple[SplitPiece, bytes]]:
     """All text of a file, in order. Whole documents go to one split, or blocks of them. `choose` may leave a document
     out; that changes nothing for the others."""

@@ -32,7 +32,7 @@ from typing import IO, Any, BinaryIO
 
 from ..files import UserError
 from ..progress import say
-from .documents import MACHINE, Note, TextPart, Unreadable, ignore_note
+from .documents import MACHINE, Note, TextPart, Unreadable, no_note
 
 HAS_ISOLATION = os.name != "nt"  # Windows can neither send descriptors, nor limit memory
 WAIT_SECONDS = 1.0  # between checks of what a child has written. Waits are counted, so a suspended machine has none
@@ -117,11 +117,7 @@ _stops = 0  # how often all children were ended
 
 
 def read(
-    file: Path | BinaryIO,
-    function: str,
-    text_column: str | None,
-    note: Note = ignore_note,
-    readers: Readers | None = None,
+    file: Path | BinaryIO, function: str, text_column: str | None, note: Note = no_note, readers: Readers | None = None
 ) -> Iterator[TextPart]:
     """The parts of a file, by a reader such as "pdf.read". The child has read the whole file when this returns.
 

@@ -90,13 +90,8 @@ class Loader:
 
     @property
     def fingerprint(self) -> str:
-        values = [
-            self.stream.index.fingerprint,
-            self.stream.split,
-            self.length,
-            self.config.seed,
-            self.config.carry_state,
-        ]
+        data, config = self.stream, self.config
+        values = [data.index.fingerprint, data.split, self.length, config.seed, config.carry_state]
         if self.config.carry_state:
             values.append(self.batch_rows)
         if self.mix is not None:

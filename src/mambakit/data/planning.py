@@ -13,7 +13,8 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,35 +50,36 @@ class PrepareJob:
     sources: list[str]
     out: Path
     config: PrepareConfig
-    reading: Reading
-    reader_keys: Mapping[str, str]  # by suffix: the key of a person's own reader
-    cleaning: Cleaning
-    shard_tokens: int
-    leave_out: Path | None
+    readers: Mapping[str, OwnReader] = field(default_factory=dict)
+    filters: Mapping[str, Filter] = field(default_factory=dict)
+    shard_tokens: int = SHARD_TOKENS
+    leave_out: Path | None = None
 
     @classmethod
-    def of(
-        cls,
-        sources: str | Path | Sequence[str | Path],
-        out: str | Path,
-        *,
-        readers: Mapping[str, OwnReader] | None = None,
-        filters: Mapping[str, Filter] | None = None,
-        shard_tokens: int = SHARD_TOKENS,
-        leave_out: Path | None = None,
-        **options: Any,
-    ) -> PrepareJob:
-        """The job from what `prepare` was given."""
-        config, readers, sources = PrepareConfig(**options), readers or {}, paths_of(sources)
+    def of(cls, sources: str | Path | Sequence[str | Path], out: str | Path, **given: Any) -> PrepareJob:
+        """The job from what `prepare` was given: options of PrepareConfig, and the last four fields of a job."""
+        config = PrepareConfig(**{name: value for name, value in given.items() if name not in cls.__dataclass_fields__})
+        job = {name: value for name, value in given.items() if name in cls.__dataclass_fields__ and value is not None}
         if not str(out):
             raise UserError("out is empty; name the folder of shards to make")
-        _check_sources(sources)
-        check_spec(config.tokenizer)
-        check_readers(readers)
-        keys = {suffix: function_key(reader) for suffix, reader in readers.items()}
-        cleaning = Cleaning(config.min_characters, config.copies, filters or {})
-        reading = Reading(readers, config.text_column)
-        return cls(sources, path_of(out), config, reading, keys, cleaning, shard_tokens, leave_out)
+        return cls(paths_of(sources), path_of(out), config, **job)
+
+    def __post_init__(self) -> None:
+        _check_sources(self.sources)
+        check_spec(self.config.tokenizer)
+        check_readers(self.readers)
+
+    @cached_property
+    def reading(self) -> Reading:
+        return Reading(self.readers, self.config.text_column)
+
+    @cached_property
+    def _reader_keys(self) -> dict[str, str]:
+        return {suffix: function_key(reader) for suffix, reader in self.readers.items()}
+
+    @cached_property
+    def _cleaning(self) -> Cleaning:
+        return Cleaning(self.config.min_characters, self.config.copies, self.filters)
 
     @property
     def workers(self) -> int:
@@ -90,17 +92,13 @@ class PrepareJob:
         return None if given is None or given == KEPT else unescaped(given)
 
     def settings(self, val_fraction: float, tokenizer: str = "", layout: str = "") -> TaskSettings:
-        return TaskSettings(
-            __version__, tokenizer, layout, val_fraction, self.reading, self.cleaning, self.separator, self.reader_keys
-        )
+        text = (self.reading, self._cleaning, self.separator, self._reader_keys)
+        return TaskSettings(__version__, tokenizer, layout, val_fraction, *text)
 
 
 def _num_cores() -> int:
     """The cores that this process may use. In a job of a cluster, that is not all of the machine."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # elsewhere than on Linux
-        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_sources(sources: Sequence[str]) -> None:

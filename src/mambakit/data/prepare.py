@@ -53,9 +53,8 @@ def prepare(
     the texts of its documents. `filters` has functions by name: each takes a text and returns whether it stays. A file
     of shards has at most `shard_tokens` tokens. The folder `leave_out`, somewhere inside the sources, is skipped.
     """
-    job = PrepareJob.of(
-        sources, out, readers=readers, filters=filters, shard_tokens=shard_tokens, leave_out=leave_out, **options
-    )
+    given = {"readers": readers, "filters": filters, "shard_tokens": shard_tokens, "leave_out": leave_out}
+    job = PrepareJob.of(sources, out, **given, **options)
     with work_folder(job.out) as work:
         with new_folder(job.out, shards.ShardError) as beside:
             plan = make_plan(job, work)

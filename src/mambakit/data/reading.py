@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from ..files import UserError
 from . import datasets, isolated
-from .documents import Note, TextPart, Unreadable, ignore_note, unreadable
+from .documents import Note, TextPart, Unreadable, no_note, unreadable
 from .readers import names, packed, records, text
 from .sources import SourceFile
 
@@ -95,7 +95,7 @@ class Reading:
         return found is not None and found.has_records
 
     def parts_of_all(
-        self, files: Iterable[Unit], workers: int, note: Note = ignore_note
+        self, files: Iterable[Unit], workers: int, note: Note = no_note
     ) -> Iterator[tuple[Unit, Iterator[TextPart]]]:
         """The parts of each file, in order. Files that other processes read are read ahead, several at a time."""
         waiting: deque[tuple[Unit, Future[Iterator[TextPart]] | None]] = deque()
@@ -136,7 +136,7 @@ class Reading:
         chosen = FORMATS.get(suffix) if isinstance(file, SourceFile) else None
         return chosen.function if chosen and chosen.is_isolated and suffix not in self.own else None
 
-    def parts(self, file: Unit, note: Note = ignore_note) -> Iterator[TextPart]:
+    def parts(self, file: Unit, note: Note = no_note) -> Iterator[TextPart]:
         """The parts of all documents of a file. `note` is called for what is skipped inside it."""
         if isinstance(file, datasets.Slice):
             yield from records.rows(datasets.rows(file), self.text_column, note)
@@ -218,7 +218,7 @@ class Reading:
             yield from self._or_as_it_stands(found, stream, chosen)
 
 
-def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = ignore_note) -> Iterator[TextPart]:
+def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = no_note) -> Iterator[TextPart]:
     """Read with a function of data/readers, such as "pdf.read"."""
     module, name = function.split(".")
     reader = getattr(importlib.import_module(f".readers.{module}", __package__), name)

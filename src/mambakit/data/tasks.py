@@ -41,6 +41,7 @@ MOST_FILES = 4096
 MOST_LISTED = 1000  # skipped places inside the files of a task that are listed; all are counted
 USUAL_RATIO = 4  # of text to its compressed size, for progress bars
 REPORT, DONE = "task.json", "done.json"  # done.json has the checksums of the other files
+Advance = Callable[[int], None]  # called with the number of bytes that were read
 SMALL_BYTES = 2**24  # a source up to this size is read once more, to make sure that some of it is held out
 
 
@@ -137,11 +138,7 @@ class Task:
         return seen.hexdigest()[:32]
 
     def pieces(
-        self,
-        settings: TaskSettings,
-        report: TaskReport,
-        advance: Callable[[int], None] = lambda _: None,
-        workers: int = 1,
+        self, settings: TaskSettings, report: TaskReport, advance: Advance = lambda _: None, workers: int = 1
     ) -> Iterator[tuple[SplitPiece, bytes]]:
         """All text of its files. `advance` is called with the bytes of files that were read, or about as many."""
         reading, number = settings.reading, itertools.count()
@@ -175,7 +172,7 @@ class Task:
             if not (isinstance(file, Slice) and file.is_guessed):
                 advance(left)
 
-    def fingerprints(self, settings: TaskSettings, workers: int, advance: Callable[[int], None]) -> Prints:
+    def fingerprints(self, settings: TaskSettings, workers: int, advance: Advance) -> Prints:
         """The fingerprints of all its documents; zeros for a document that is left out anyway."""
         found, report = [], TaskReport(self, settings.reading)
         for file, parts in settings.reading.parts_of_all(self.files, workers):
@@ -275,13 +272,7 @@ def cut_into_tasks(sources: Sequence[Source]) -> list[Task]:
 
 
 def run_task(
-    task: Task,
-    settings: TaskSettings,
-    tokenizer: Tokenizer,
-    folder: Path,
-    workers: int,
-    strict: bool,
-    advance: Callable[[int], None],
+    task: Task, settings: TaskSettings, tokenizer: Tokenizer, folder: Path, workers: int, strict: bool, advance: Advance
 ) -> None:
     """Write a task's tokens and counts to `folder`, which appears only when it is complete."""
     report = TaskReport(task, settings.reading, strict)

@@ -41,44 +41,31 @@ CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))  # those that text
 CLEAN_SHARE = 16  # text with NULs has at most one such control character in so many bytes
 DAMAGED_SHARE = 20  # markup has at most one wrong character in so many that are not ASCII
 
-# What a file may be in besides Unicode; of two that read it equally well, the earlier wins.
+# Encodings of text besides Unicode; of two that read a file equally well, the earlier wins.
 LIKELY = (
     "cp1252", "cp1251", "cp1250", "gb18030", "big5", "cp950", "big5hkscs", "cp932", "euc_jp", "euc_jis_2004", "cp949",
     "koi8_r", "koi8_u", "cp866", "iso8859_5", "mac_cyrillic", "iso8859_2", "iso8859_15", "cp1253", "iso8859_7",
     "cp1254", "cp1255", "iso8859_8", "cp1256", "iso8859_6", "cp874", "cp850", "cp437", "cp852", "mac_roman", "johab",
     "cp1257", "cp737", "cp855", "cp862", "mac_greek",
 )  # fmt: skip
-WIDER = {  # names that are used for more than they mean, and what contains it all
-    "ascii": "cp1252",
-    "big5": "big5hkscs",
-    "euc_kr": "cp949",
-    "gb2312": "gb18030",
-    "gbk": "gb18030",
-    "iso8859_1": "cp1252",
-    "iso8859_11": "cp874",
-    "iso8859_9": "cp1254",
-    "shift_jis": "cp932",
-    "tis_620": "cp874",
-}
-LABELS = {  # names that browsers know and Python does not
-    "dos-874": "cp874",
-    "iso-8859-8-i": "iso8859_8",
-    "koi": "koi8_r",
-    "logical": "iso8859_8",
-    "visual": "iso8859_8",
-    "windows-31j": "cp932",
-    "windows-874": "cp874",
-    "windows-949": "cp949",
-    "x-cp1250": "cp1250",
-    "x-cp1251": "cp1251",
-    "x-cp1252": "cp1252",
-    "x-euc-jp": "euc_jp",
-    "x-gbk": "gb18030",
-    "x-mac-cyrillic": "mac_cyrillic",
-    "x-mac-ukrainian": "mac_cyrillic",
-    "x-sjis": "cp932",
-    "x-x-big5": "big5hkscs",
-}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+# Names that are used for more characters than they have, each before the encoding that contains all of them.
+WIDER = _pairs("""
+    ascii cp1252  big5 big5hkscs  euc_kr cp949  gb2312 gb18030  gbk gb18030  iso8859_1 cp1252  iso8859_11 cp874
+    iso8859_9 cp1254  shift_jis cp932  tis_620 cp874
+""")
+# Names that browsers know and Python does not.
+LABELS = _pairs("""
+    dos-874 cp874  iso-8859-8-i iso8859_8  koi koi8_r  logical iso8859_8  visual iso8859_8  windows-31j cp932
+    windows-874 cp874  windows-949 cp949  x-cp1250 cp1250  x-cp1251 cp1251  x-cp1252 cp1252  x-euc-jp euc_jp
+    x-gbk gb18030  x-mac-cyrillic mac_cyrillic  x-mac-ukrainian mac_cyrillic  x-sjis cp932  x-x-big5 big5hkscs
+""")
 TEXT = re.compile(r"ascii|(cp|iso8859_|iso2022_|koi8_|mac_|gb|big5|euc_|shift_)\w*|hz|johab|tis_620|kz1048|ptcp154")
 IN_MARKUP = re.compile(rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([-\w.:]+)""", re.IGNORECASE)
 IN_TEXT = re.compile(rb"""(?:encoding|charset|coding)\s*[=:]\s*["']?([A-Za-z0-9_.:-]{1,40})""")
@@ -146,10 +133,8 @@ def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None =
         if not mends:
             raise Unreadable("binary")
         utf8 = _look(stream, "utf-8-sig")
-    if (
-        (is_markup and declared and _look(stream, declared).fault is None)
-        and (utf8.fault is not None or not _is_rather_utf8(stream, declared))
-    ):  # fmt: skip
+    is_right = bool(is_markup and declared) and _look(stream, declared).fault is None  # what the file declares
+    if is_right and (utf8.fault is not None or not _is_rather_utf8(stream, declared)):
         return Encoding(declared)
     if utf8.fault is None:
         return Encoding(_iso_2022(stream) if utf8.has_escapes else "utf-8-sig")

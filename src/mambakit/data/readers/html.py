@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..documents import TextPart, Unreadable
+from ..documents import TextPart, Unreadable, read_whole
 from . import encodings
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "styl
 
 def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file."""
-    data = stream.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise Unreadable("too large")
+    data = read_whole(stream, LARGEST_FILE)
     text, _ = text_of(decode(data))
     if not text:
         raise Unreadable("no text")

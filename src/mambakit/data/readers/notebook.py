@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from ..documents import TextPart, Unreadable
+from ..documents import TextPart, Unreadable, read_whole
 from . import encodings
 
 LARGEST_FILE = 2**26  # bytes; as Python's objects they take many times as much memory
@@ -15,9 +15,7 @@ LARGEST_FILE = 2**26  # bytes; as Python's objects they take many times as much 
 
 def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a notebook."""
-    data = stream.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise Unreadable("too large")
+    data = read_whole(stream, LARGEST_FILE)
     try:
         notebook = _loaded(data)
         texts = [_text(cell, notebook["nbformat"]) for cell in _cells(notebook)]

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 from ...files import pip_command
-from ..documents import Note, TextPart, Unreadable, ignore_note
+from ..documents import Note, TextPart, Unreadable, no_note, read_whole
 from . import encodings, text
 
 LONGEST_RECORD = 2**26  # characters
@@ -45,32 +46,32 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PLACE = re.compile(r"\{([^{}]+)\}")
 
 
-def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """JSON Lines: an object or a string on each line."""
     return rows(_json_lines(stream), text_column, note)
 
 
-def json_(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def json_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """JSON: a list of objects or strings, which are a document each, or one alone. JSON Lines may have this name."""
     return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
 
 
-def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """CSV with a header row. The delimiter is the one that the header has most of."""
     return rows(_table(stream, DELIMITERS), text_column, note)
 
 
-def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """Tab-separated values with a header row; quotes are those of CSV."""
     return rows(_table(stream, "\t"), text_column, note)
 
 
-def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """Parquet, some rows at a time, of which only the columns that hold the text are read."""
     return rows(_parquet(stream, text_column), text_column, note)
 
 
-def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """Arrow's file format, which Feather is too, and its stream format, batch by batch."""
     return rows(_arrow(stream), text_column, note)
 
@@ -79,7 +80,7 @@ def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = ignore_
 Records = Iterator[Any | Unreadable]
 
 
-def rows(records: Records, text_column: str | None = None, note: Note = ignore_note) -> Iterator[TextPart]:
+def rows(records: Records, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """The documents in records, wherever those come from."""
     reason = "empty"
     columns: list[str] = []  # of a record that was not usable
@@ -263,9 +264,7 @@ def _has_lines(stream: BinaryIO) -> bool:
 def _json_values(stream: BinaryIO) -> Records:
     """The value in a file; if it is a list, its values, of which one is in memory at a time."""
     stream.seek(0)
-    data = stream.read(LARGEST_JSON + 1)
-    if len(data) > LARGEST_JSON:
-        raise Unreadable("too large")
+    data = read_whole(stream, LARGEST_JSON)
     whole = data.decode(_codec(io.BytesIO(data)), "replace")
     del data
     if whole.count("\ufffd") * 20 > len(whole):
@@ -312,7 +311,7 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
     source = lines()
     first = next(source)
     delimiter = max(delimiters, key=first.count)  # the first of those it has as often
-    table = csv.reader(_chain(first, source), delimiter=delimiter)
+    table = csv.reader(itertools.chain([first], source), delimiter=delimiter)
     names: list[str] | None = None
     try:
         for row in table:
@@ -325,11 +324,6 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
                 yield dict(zip(names, row, strict=False))
     except csv.Error:
         raise Unreadable("broken CSV") from None
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _split(pieces: Iterable[str]) -> Iterator[str]:
@@ -366,7 +360,7 @@ def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
         file = pyarrow.parquet.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         columns = _columns(file.schema_arrow.names, text_column)
         for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-            yield from _batch(batch)
+            yield from batch.to_pylist()
     except (Unreadable, MemoryError):
         raise
     except Exception:  # pyarrow raises many kinds, OSError among them
@@ -398,13 +392,8 @@ def _arrow(stream: BinaryIO) -> Records:
         for batch in batches:
             batch.validate(full=True)  # else offsets that lead elsewhere are followed
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _batch(batch.slice(start, BATCH_ROWS))
+                yield from batch.slice(start, BATCH_ROWS).to_pylist()
     except (Unreadable, MemoryError):
         raise
     except Exception:
         raise Unreadable("broken Arrow") from None
-
-
-def _batch(batch: Any) -> list[Any]:
-    records: list[Any] = batch.to_pylist()
-    return records
