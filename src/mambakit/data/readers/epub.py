@@ -81,6 +81,6 @@ def _is_start(event: Event, name: str) -> bool:
 
 
 def _path(folder: str, reference: str) -> str:
-    """The name in the zip file that a relative URL means."""
+    """The name in the zip file of a relative URL."""
     path = urllib.parse.unquote(reference.partition("#")[0])
     return posixpath.normpath(posixpath.join("/", folder, path)).lstrip("/")

@@ -1,4 +1,4 @@
-"""Jupyter notebooks, formats 2 to 4: what was written, not what it printed. Cells have a blank line between."""
+"""Jupyter notebooks, formats 2 to 4: text and code without outputs. A blank line separates cells."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
     text = "\n\n".join(text for text in texts if text.strip())
     if not text:
         raise Unreadable("no text")
-    # JSON may have halves of characters that were to be pairs.
+    # JSON may have single surrogates.
     yield TextPart(text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
@@ -50,6 +50,6 @@ def _text(cell: Any, nbformat: int) -> str:
 
 
 def _joined(lines: list[str], nbformat: int) -> str:
-    """Lines as one text. In format 2, and in what of format 3 was made from it, they have lost their ends."""
+    """Lines as one text. In format 2, and in format 3 made from it, lines have no newline at their end."""
     has_ends = any(line.endswith("\n") for line in lines[:-1])
     return ("" if has_ends or nbformat >= 4 else "\n").join(lines)

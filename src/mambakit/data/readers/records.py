@@ -1,13 +1,13 @@
 """Records: JSON Lines, JSON, CSV, Parquet and Arrow, record by record.
 
 A record becomes a document, by the first of these that it has:
-- what the caller asks for: a column, or a template such as "{title}\\n\\n{text}";
+- the `text_column` of the caller: a column, or a template such as "{title}\\n\\n{text}";
 - `messages` or `conversations`, a chat. Each turn is written as "<|role|>\\nwhat was said\\n", and only what the
   assistant says, with the newline that ends it, is learned;
 - `prompt` and `completion`, one after the other as they are, of which the completion is learned;
 - `text`, else `content`, else the only column with words in it.
 
-A record that cannot be used is passed over, and `note` is told why. A file that has no other is Unreadable.
+A record that cannot be used is skipped, and `note` is called with the reason. A file without any other is Unreadable.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from . import encodings, text
 
 LONGEST_RECORD = 2**26  # characters
 LARGEST_JSON = 2**28  # bytes
-LEAST_WRONG = 4  # bytes that are not UTF-8, and an encoding is guessed; fewer are damage
-BROKEN_LINES = 10  # so many at the beginning, and a file is not JSON Lines
+LEAST_WRONG = 4  # if so many bytes are not UTF-8, the encoding is guessed; fewer are damage
+BROKEN_LINES = 10  # a file that begins with so many is not JSON Lines
 BATCH_ROWS = 256
-NAMED_COLUMNS, LONGEST_NAME = 8, 40  # of columns, where none is the text
+NAMED_COLUMNS, LONGEST_NAME = 8, 40  # of columns, in the message that none is the text
 COLUMNS = ("text", "content")
 CHATS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
@@ -37,7 +37,7 @@ DELIMITERS = ",;\t|"
 
 
 class Number(str):
-    """A number of JSON as it is written: no digit is lost, and no hundred million of them are computed with."""
+    """A number of JSON as it is written: no digit is lost, and long numbers take no time to convert."""
 
 
 DECODER = json.JSONDecoder(parse_float=Number, parse_int=Number, parse_constant=Number)
@@ -52,12 +52,12 @@ def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = no_note
 
 
 def json_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
-    """JSON: a list of objects or strings, which are a document each, or one alone. JSON Lines may have this name."""
+    """JSON: a list of objects or strings, a document each, or a single one. JSON Lines may also have this suffix."""
     return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
 
 
 def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
-    """CSV with a header row. The delimiter is the one that the header has most of."""
+    """CSV with a header row. The delimiter is the one that is most frequent in the header."""
     return rows(_table(stream, DELIMITERS), text_column, note)
 
 
@@ -67,12 +67,12 @@ def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) 
 
 
 def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
-    """Parquet, some rows at a time, of which only the columns that hold the text are read."""
+    """Parquet, some rows at a time. Only the columns of the text are read."""
     return rows(_parquet(stream, text_column), text_column, note)
 
 
 def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
-    """Arrow's file format, which Feather is too, and its stream format, batch by batch."""
+    """Arrow's file format (also Feather) and its stream format, batch by batch."""
     return rows(_arrow(stream), text_column, note)
 
 
@@ -81,9 +81,9 @@ Records = Iterator[Any | Unreadable]
 
 
 def rows(records: Records, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
-    """The documents in records, wherever those come from."""
+    """The documents in records."""
     reason = "empty"
-    columns: list[str] = []  # of a record that was not usable
+    columns: list[str] = []  # of the first record that cannot be used
     found = False
     for record in records:
         try:
@@ -145,7 +145,7 @@ def _filled(record: dict[str, Any], text_column: str) -> str:
 
 
 def _chat(turns: list[Any]) -> list[TextPart]:
-    """Turns of {role, content} or {from, value}, as parts that are learned and not learned in alternation."""
+    """Turns of {role, content} or {from, value}, as parts that are learned or not learned."""
     pieces: list[tuple[str, bool]] = []
     for turn in turns:
         if not isinstance(turn, dict):
@@ -221,7 +221,7 @@ def _parsed(line: str) -> Any | Unreadable:
 
 
 def _lines(stream: BinaryIO) -> Generator[str | None]:
-    """Lines in any encoding; None for one that is too long. Wrong bytes become U+FFFD: a line is lost, not a file."""
+    """Lines in any encoding; None for one that is too long. Wrong bytes become U+FFFD: they cost a line at most."""
     if isinstance(stream, io.BufferedReader) and not stream.seekable():  # being unpacked, and read from its beginning
         head = stream.peek(4)
         codec = _codec(io.BytesIO(head[: head.rfind(b"\n") + 1] or head.rstrip(encodings.NOT_ASCII)))
@@ -242,7 +242,7 @@ def _lines(stream: BinaryIO) -> Generator[str | None]:
 
 
 def _codec(stream: BinaryIO) -> str:
-    """UTF-16 and UTF-32 by the first bytes, as JSON has it; else what all of the file is in, or mostly."""
+    """UTF-16 or UTF-32 by the first bytes, as the JSON standard says; else the encoding of the whole file."""
     stream.seek(0)
     codec: str = json.detect_encoding(stream.read(4))
     if codec.startswith("utf-8"):
@@ -254,7 +254,7 @@ def _codec(stream: BinaryIO) -> str:
 
 
 def _has_lines(stream: BinaryIO) -> bool:
-    """Whether the first line is an object, and not all of the file."""
+    """Whether the first line is an object, and more lines follow."""
     lines = _lines(stream)
     first, second = next(lines, ""), next(lines, "")
     lines.close()
@@ -262,7 +262,7 @@ def _has_lines(stream: BinaryIO) -> bool:
 
 
 def _json_values(stream: BinaryIO) -> Records:
-    """The value in a file; if it is a list, its values, of which one is in memory at a time."""
+    """The value of a file; the values of a list one by one."""
     stream.seek(0)
     data = read_whole(stream, LARGEST_JSON)
     whole = data.decode(_codec(io.BytesIO(data)), "replace")
@@ -297,7 +297,7 @@ def _skip_space(whole: str, at: int) -> int:
 
 def _table(stream: BinaryIO, delimiters: str) -> Records:
     """Rows as records, by the names in the first."""
-    csv.field_size_limit(LONGEST_RECORD)  # of the whole process; the default cuts off long documents
+    csv.field_size_limit(LONGEST_RECORD)  # for the whole process; the default refuses long documents
     fed = 0
 
     def lines() -> Iterator[str]:
@@ -310,7 +310,7 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
 
     source = lines()
     first = next(source)
-    delimiter = max(delimiters, key=first.count)  # the first of those it has as often
+    delimiter = max(delimiters, key=first.count)  # the first of equally frequent ones
     table = csv.reader(itertools.chain([first], source), delimiter=delimiter)
     names: list[str] | None = None
     try:
@@ -327,7 +327,7 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
 
 
 def _split(pieces: Iterable[str]) -> Iterator[str]:
-    """Lines, with their ends, from pieces that were cut anywhere."""
+    """Lines with their ends, from pieces of text."""
     held: list[str] = []
     size = 0
     for piece in pieces:
@@ -368,7 +368,7 @@ def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
 
 
 def _columns(names: list[str], text_column: str | None) -> list[str] | None:
-    """The columns that decide what a record's text is; None for all."""
+    """The columns that may hold the text; None for all."""
     if text_column is not None:
         wanted = PLACE.findall(text_column) or [text_column]
     else:
@@ -390,7 +390,7 @@ def _arrow(stream: BinaryIO) -> Records:
         else:
             batches = iter(pyarrow.ipc.open_stream(stream))
         for batch in batches:
-            batch.validate(full=True)  # else offsets that lead elsewhere are followed
+            batch.validate(full=True)  # else pyarrow follows wrong offsets
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from batch.slice(start, BATCH_ROWS).to_pylist()
     except (Unreadable, MemoryError):

@@ -24,5 +24,5 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
 
 
 def decode(data: bytes) -> str:
-    """The text of a whole small input. Raises Unreadable as `read` does."""
+    """The text of a small file. Raises Unreadable as `read` does."""
     return "".join(part.text for part in read(io.BytesIO(data)))
