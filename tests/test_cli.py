@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from mambakit import presets
 from mambakit.checkpoint import huggingface
 from mambakit.cli import COMMANDS, main
-from mambakit.config import SECTIONS
+from mambakit.config import SECTIONS, PrepareConfig
 from mambakit.data.tokenize import bytes_tokenizer
 from mambakit.verify import verify
 
@@ -125,6 +125,19 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
         if words[0] == "convert" and (tmp_path / words[2]).exists():
             words[2] += "2"
         assert main(words) == 0, f"{command} (as {words})"
+
+
+def test_help_of_prepare_has_every_option_with_its_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    shown = capsys.readouterr().out
+    for name, field in PrepareConfig.model_fields.items():
+        default = "unset" if field.default is None else str(field.default).lower()
+        assert f"--{name.replace('_', '-')} " in shown
+        assert f"{field.description} (default: {default})" in shown
 
 
 def test_help_of_each_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -289,6 +289,8 @@ def test_what_was_passed_over_inside_archives_is_said(tmp_path: Path, capsys: py
         ({"a": "x"}, {"val_fraction": 1.0}, "val_fraction=1.0: need less than 1"),
         ({"a": "x"}, {"val_fraction": float("nan")}, "val_fraction=nan"),
         ({"a": "x"}, {"layout": "packed16"}, "layout='packed16': need 'packed32' or 'wide64'"),
+        ({"a": "x"}, {"tokeniser": "bytes"}, "tokeniser is not a setting; did you mean tokenizer"),
+        ({"a": "x"}, {"workers": 0, "copies": "all"}, "(?s)2 problems:.*workers=0.*copies='all'"),
         ({"a": "x"}, {"sources": []}, "no source was given"),
         ({"a": "x"}, {"sources": [""]}, "no source was given"),
         ({"a": "x"}, {"sources": ["texts", "./texts"]}, "texts was named twice, or with a folder it lies in"),

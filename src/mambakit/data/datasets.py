@@ -97,7 +97,7 @@ def _commit(source: str) -> tuple[str, str | None]:
 
     try:
         found = huggingface_hub.HfApi().dataset_info(match["name"], revision=match["revision"], timeout=SECONDS)
-    except Exception as error:  # the library raises whatever those below it do
+    except Exception as error:  # the library raises many kinds
         raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
     return match["spec"], found.sha
 
@@ -136,7 +136,7 @@ def rows(part: Slice) -> Iterator[dict[str, Any]]:
         yield from _rows(part)
     except (UserError, GeneratorExit):
         raise
-    except Exception as error:  # the library raises whatever those below it do
+    except Exception as error:  # the library raises many kinds
         raise UserError(f"{part.spec} cannot be read: {_first_line(error)}") from None
 
 
@@ -194,7 +194,7 @@ def _open(source: str, commit: str | None = None) -> Any:
         return _split(source, found, match["split"])
     except UserError:
         raise
-    except Exception as error:  # the library raises whatever those below it do
+    except Exception as error:  # the library raises many kinds
         raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
 
 
