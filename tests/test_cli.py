@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from mambakit import presets
 from mambakit.checkpoint import huggingface
 from mambakit.cli import COMMANDS, main
-from mambakit.config import SECTIONS
+from mambakit.config import SECTIONS, PrepareConfig
 from mambakit.data.tokenize import bytes_tokenizer
 from mambakit.verify import verify
 
@@ -127,6 +127,19 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert main(words) == 0, f"{command} (as {words})"
 
 
+def test_help_of_prepare_has_every_option_with_its_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    shown = capsys.readouterr().out
+    for name, field in PrepareConfig.model_fields.items():
+        default = "unset" if field.default is None else str(field.default).lower()
+        assert f"--{name.replace('_', '-')} " in shown
+        assert f"{field.description} (default: {default})" in shown
+
+
 def test_help_of_each_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
@@ -156,7 +169,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "tokenizer": (["prepare", "mixed", "--out", "o", "--tokenizer", "train:12"], "need train:VOCAB with a vocabulary from 257"),
     "tokenizer file": (["prepare", "mixed", "--out", "o", "--tokenizer", "./nothing.json"], "the tokenizer ./nothing.json does not exist"),
     "out exists": (["prepare", "mixed", "--out", "mixed"], "mixed exists and is not empty"),
-    "fraction": (["prepare", "mixed", "--out", "o", "--val-fraction", "2"], "val_fraction=2.0: need a share"),
+    "fraction": (["prepare", "mixed", "--out", "o", "--val-fraction", "2"], "val_fraction=2: need less than 1"),
     "three mistakes": (["train", "three.yaml", "--out", "o"], "3 problems:\n  optim.lr='fast': need a valid number\n  train.stepz is not a setting; did you mean steps?\n  train.batch_tokens=1000 is not a multiple of data.sequence_length=1024"),
     "no such config": (["train", "nothing.yaml"], "the config nothing.yaml does not exist"),
     "broken yaml": (["train", "broken.yaml"], "the config broken.yaml cannot be read"),

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 from tyro.conf import Positional, UseAppendAction, arg
 
 from . import __version__
-from .config import SECTIONS, ConfigError, read_config, read_yaml, write_yaml
+from .config import SECTIONS, ConfigError, PrepareConfig, read_config, read_yaml, write_yaml
 from .files import RunError, UserError, is_full, path_of
 from .presets import MODELS
 from .progress import for_stdout, say
@@ -38,15 +38,25 @@ def _flags() -> Any:
     return TypedDict("SettingsFlags", sections, total=False)  # type: ignore[operator]
 
 
-def _flag(field: FieldInfo, by_preset: bool) -> Any:
-    """A flag whose value is text here: the config reads it as YAML and checks it together with all the others."""
-    default = field.default
-    hint = "the preset's" if by_preset or default is PydanticUndefined else _plain(default)
+def _prepare_flags() -> Any:
+    """A type with a flag --field for every option of prepare; those that are not given are not in it."""
+    flags = {
+        name: _flag(field, is_switch=field.annotation is bool) for name, field in PrepareConfig.model_fields.items()
+    }
+    return TypedDict("PrepareFlags", flags, total=False)  # type: ignore[operator]
+
+
+def _flag(field: FieldInfo, by_preset: bool = False, is_switch: bool = False) -> Any:
+    """A flag whose value is text here: the config reads it as YAML and checks it together with all the others. A switch
+    has no value."""
     several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
-    described = arg(
-        metavar=_metavar(field.annotation), help=field.description or "", help_behavior_hint=f"(default: {hint})"
-    )
-    return Annotated[tuple[str, ...] if several else str, described]
+    kind = bool if is_switch else tuple[str, ...] if several else str
+    return Annotated[kind, _described(field, by_preset, None if is_switch else _metavar(field.annotation))]
+
+
+def _described(field: FieldInfo, by_preset: bool, metavar: str | None) -> Any:
+    hint = "the preset's" if by_preset or field.default is PydanticUndefined else _plain(field.default)
+    return arg(metavar=metavar, help=field.description or "", help_behavior_hint=f"(default: {hint})")
 
 
 def _plain(value: Any) -> str:
@@ -56,10 +66,11 @@ def _plain(value: Any) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(get_args(annotation)) + "}"
+    parts = (annotation, *get_args(annotation))
+    if choices := [part for part in parts if get_origin(part) is Literal]:
+        return "{" + ",".join(get_args(choices[0])) + "}"
     names = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
-    inner = [names[part] for part in (annotation, *get_args(annotation)) if part in names]
+    inner = [names[part] for part in parts if part in names]
     return inner[0] if inner else "VALUE"
 
 
@@ -69,17 +80,22 @@ def _flat(words: Words) -> list[str]:
 
 def _settings(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What was typed, as settings."""
-    layer: dict[str, Any] = {}
-    for section, values in flags.items():
-        for name, value in values.items():
-            field = SECTIONS[section].model_fields.get(name)  # none for model.preset
-            given = list(value) if isinstance(value, tuple) else _value(value, field.annotation if field else str)
-            layer.setdefault(section, {})[name] = given
-    return layer
+    return {section: _section(values, SECTIONS[section].model_fields) for section, values in flags.items() if values}
 
 
-def _value(text: str, annotation: Any) -> Any:
+def _section(flags: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """What was typed, as settings of one section."""
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        annotation = fields[name].annotation if name in fields else str  # model.preset is no field
+        given[name] = list(value) if isinstance(value, tuple) else _value(value, annotation)
+    return given
+
+
+def _value(text: str | bool, annotation: Any) -> Any:
     """What a flag's text means: itself for settings that are text, else as in a config file."""
+    if isinstance(text, bool):  # a switch
+        return text
     parts = get_args(annotation) if get_origin(annotation) is not Literal else ()
     if annotation is str or str in parts:
         return None if text == "null" and type(None) in parts else text
@@ -91,16 +107,19 @@ def _value(text: str, annotation: Any) -> Any:
 
 if TYPE_CHECKING:
     from .bench import ReportPart
+    from .data.shards import Index
     from .evaluation import Evaluation
 
     SettingsFlags = Mapping[str, Mapping[str, Any]]
+    PrepareFlags = Mapping[str, Any]
 else:
     SettingsFlags = _flags()
+    PrepareFlags = _prepare_flags()
 # Words that may follow one another, and may follow the flag given again.
 Words = tuple[tuple[str, ...], ...]
 Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
-TextColumn = Annotated[str | None, arg(metavar="COLUMN", help="of records: the column that is their text, or how to join several, as '{title}\\n\\n{text}'; found by itself unless set", help_behavior_hint="")]  # fmt: skip
-Separator = Annotated[str | None, arg(metavar="TEXT", help="what stands between the documents of one file, such as '<|endoftext|>'; none keeps such markers as letters of the text; where it is not set, they are kept too, and reported", help_behavior_hint="")]  # fmt: skip
+TextColumn = Annotated[str | None, _described(PrepareConfig.model_fields["text_column"], False, "TEXT")]
+Separator = Annotated[str | None, _described(PrepareConfig.model_fields["separator"], False, "TEXT")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
 
 
@@ -108,15 +127,7 @@ def prepare(
     source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents, and datasets (hf:NAME)")],
     /,
     out: Annotated[str, arg(metavar="DIR", help="the folder of shards to make")],
-    tokenizer: Annotated[str, arg(metavar="TOKENIZER", help="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text")] = "train:8192",
-    val_fraction: Annotated[float | None, arg(metavar="FLOAT", help="share held out for validation: of the documents, or of blocks of them where they are few; 0.02 unless set, and up to 0.1 where that is less than 128 KiB", help_behavior_hint="")] = None,
-    workers: Annotated[int | None, arg(metavar="INT", help="threads that tokenize; as many as there are cores unless set", help_behavior_hint="")] = None,
-    strict: Annotated[bool, arg(help="a file that cannot be read is an error", help_behavior_hint="")] = False,
-    layout: Annotated[Literal["packed32", "wide64"] | None, arg(metavar="{packed32,wide64}", help="of a token on disk; chosen by the vocabulary unless set", help_behavior_hint="")] = None,
-    text_column: TextColumn = None,
-    separator: Separator = None,
-    min_characters: Annotated[int, arg(help="leave out documents that are shorter")] = 0,
-    copies: Annotated[Literal["keep", "exact", "near"], arg(help="leave out documents that are copies of earlier ones: exact, or near ones too (most runs of five words shared)")] = "keep",
+    options: Annotated[PrepareFlags, arg(name="")] = {"strict": False},  # noqa: B006 - never changed
     task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
     sbatch: Annotated[int | None, arg(metavar="N", help="write a script that does the work as N jobs of a Slurm array, and what puts them together after it", help_behavior_hint="")] = None,
     ray: Annotated[str | None, arg(metavar="ADDRESS", help="do the work on a Ray cluster that shares a disk with this machine; local starts one here", help_behavior_hint="")] = None,
@@ -126,7 +137,7 @@ def prepare(
 
     Reads text in any encoding, source code, Markdown, HTML, XML, PDF, Word, EPUB, notebooks, JSON, JSON Lines, CSV, Parquet
     and Arrow, and archives of them. A file is a document; where it holds records, each of them is one. What cannot be
-    read is passed over, counted, and listed with its reason in prepare.json. Killed, it goes on where it was.
+    read is skipped, counted, and listed with its reason in prepare.json. Killed, it goes on where it was.
 
     For example:
       mambakit prepare notes/ --out shards
@@ -138,59 +149,47 @@ def prepare(
 
     if not out:
         raise UserError("--out is empty; name the folder of shards to make")
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer, "val_fraction": val_fraction, "workers": workers, "strict": strict, "layout": layout,
-        "text_column": _with_newlines(text_column), "separator": separator,
-        "min_characters": min_characters, "copies": copies,
-    }  # fmt: skip
+    given = _section(options, PrepareConfig.model_fields)
+    config = PrepareConfig(**{**given, "text_column": _with_newlines(given.get("text_column"))})
     if task is not None:
         part, parts = _part(task)
-        prepare_part(part, parts, source, out, **options)
+        prepare_part(part, parts, source, out, **config.model_dump())
         say(f"part {part} of {parts} is done")
         return 0
     if sbatch is not None:
         from .data.cluster import slurm_script
 
         script = Path(f"{out}.sbatch.sh")
-        script.write_bytes(os.fsencode(slurm_script(source, Path(out), _as_flags(options), sbatch)))
+        script.write_bytes(os.fsencode(slurm_script(source, Path(out), config, sbatch)))
         _print(f"bash {script}")
         return 0
     if ray is not None:
         from .data.cluster import on_ray
 
-        on_ray(ray, source, Path(out), options)
-    index = run(source, out, **options)
+        on_ray(ray, source, Path(out), config)
+    index = run(source, out, **config.model_dump())
     if json:
         _print_json({"out": out, **index.model_dump()})
     else:
-        for split, counts in index.counts.items():
-            ratio = f", {counts.bytes / counts.tokens:.2f} bytes per token" if counts.tokens else ""
-            _print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens{ratio}")
-        if whole := sum(counts.bytes for counts in index.counts.values()):
-            held = index.counts["val"].bytes
-            by = sorted({source["held_out_by"] for source in index.sources.values()})
-            _print(f"held out for validation: {held:,} bytes of text, {held / whole:.1%}, by {' and '.join(by)}")
-        _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
-        say(f"train on it with\n  mambakit train --data {shlex.quote(str(out))}")
+        _print_index(index, out)
     return 0
+
+
+def _print_index(index: Index, out: str) -> None:
+    for split, counts in index.counts.items():
+        ratio = f", {counts.bytes / counts.tokens:.2f} bytes per token" if counts.tokens else ""
+        _print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens{ratio}")
+    if whole := sum(counts.bytes for counts in index.counts.values()):
+        held = index.counts["val"].bytes
+        by = sorted({source["held_out_by"] for source in index.sources.values()})
+        _print(f"held out for validation: {held:,} bytes of text, {held / whole:.1%}, by {' and '.join(by)}")
+    _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
+    say(f"train on it with\n  mambakit train --data {shlex.quote(str(out))}")
 
 
 def _with_newlines(text_column: str | None) -> str | None:
     """A shell has no easy way to write a newline."""
     return None if text_column is None else text_column.replace("\\n", "\n")
-
-
-def _as_flags(options: dict[str, Any]) -> list[str]:
-    """The flags that give these options, but for those that are not set."""
-    flags = []
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            flags.append(flag)
-        elif value is not None and value is not False:  # 0 is a value
-            text = str(value).replace("\n", "\\n") if name == "text_column" else str(value)
-            flags += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
-    return flags
 
 
 def _part(task: str) -> tuple[int, int]:

@@ -13,7 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from .files import UserError, paths_of
 from .mixers import MIXERS, Mamba1Dims, Mamba2Dims
@@ -184,33 +195,86 @@ def _by_name(what: str, name: Any, known: Mapping[str, dict[str, Any]]) -> dict[
     return known[name]
 
 
+def _at_home(value: Any) -> Any:
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _not_empty(value: str | None, info: ValidationInfo) -> str | None:
+    if value == "":
+        raise ValueError(f"{info.field_name} is empty; give a value, or leave it out")
+    return value
+
+
+# Settings for text, which `prepare` and a run that trains on text have in common.
+TokenizerSpec = Annotated[
+    str,
+    BeforeValidator(_at_home),
+    Field(
+        description="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text"
+    ),
+]
+ValFraction = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        lt=1,
+        description="share of the text held out for validation: whole documents, or blocks where documents are few; "
+        "unless set, 0.02, and up to 0.1 where that is less than 128 KiB",
+    ),
+]
+Separator = Annotated[
+    str | None,
+    Field(
+        max_length=2**16,
+        description="text between the documents of one file, such as '<|endoftext|>': files are cut there; none: never "
+        "cut; unless set, never cut, but well-known markers are reported",
+    ),
+    AfterValidator(_not_empty),
+]
+TextColumn = Annotated[
+    str | None,
+    Field(
+        description="of records: the column that is their text, or a template such as '{title}\\n\\n{text}'; found by "
+        "itself unless set"
+    ),
+    AfterValidator(_not_empty),
+]
+
+
+class PrepareConfig(Settings):
+    """How documents become shards."""
+
+    tokenizer: TokenizerSpec = "train:8192"
+    val_fraction: ValFraction = None
+    workers: int | None = Field(None, ge=1, description="threads that tokenize; one for each core unless set")
+    strict: bool = Field(False, description="a file that cannot be read is an error, and not skipped")
+    layout: Literal["packed32", "wide64"] | None = Field(
+        None, description="how a token is stored; unless set, packed32 for up to 65,536 token ids, else wide64"
+    )
+    text_column: TextColumn = None
+    separator: Separator = None
+    min_characters: int = Field(0, ge=0, description="leave out documents with fewer characters")
+    copies: Literal["keep", "exact", "near"] = Field(
+        "keep", description="leave out copies of earlier documents: exact ones, or also those that share most 5-grams"
+    )
+
+
 class DataConfig(Settings):
     """What is read, and how rows are cut from it."""
 
     path: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once"
     )
-    tokenizer: str = Field(
-        "train:8192",
-        description="for text: bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB (learned from the text)",
-    )
-    val_fraction: float | None = Field(
-        None, ge=0, lt=1,
-        description="for text: share held out for validation; unless set, 0.02, and up to 0.1 of less than 6.5 MB",
-    )  # fmt: skip
-    separator: str | None = Field(
-        None, min_length=1, max_length=2**16,
-        description="for text: what stands between the documents of one file; none cuts nowhere and says nothing",
-    )  # fmt: skip
-    text_column: str | None = Field(
-        None, description="for records: the column that is their text, or a template such as {title}: {text}"
-    )
+    tokenizer: TokenizerSpec = "train:8192"
+    val_fraction: ValFraction = None
+    separator: Separator = None
+    text_column: TextColumn = None
     sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
     workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
     prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
     tokens: Literal["auto", "packed32", "uint16", "uint32"] = Field(
-        "auto", description="for .bin and .npy files of tokens: how they are written; found out unless set"
+        "auto", description="for .bin and .npy files of tokens: how they are written; detected unless set"
     )
     mix: Annotated[tuple[Annotated[float, Field(strict=False)], ...], Field(strict=False)] = Field(
         (), description="how often rows come from each source, in the order they were prepared in; by size unless set"
@@ -240,11 +304,6 @@ class DataConfig(Settings):
     def _one_path(cls, value: Any) -> Any:
         paths = [value] if isinstance(value, str) else value
         return paths_of(paths) if isinstance(paths, list | tuple) and all(isinstance(p, str) for p in paths) else paths
-
-    @field_validator("tokenizer", mode="before")
-    @classmethod
-    def _tokenizer_at_home(cls, value: Any) -> Any:
-        return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 class OptimConfig(Settings):

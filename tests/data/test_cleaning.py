@@ -12,7 +12,7 @@ import pytest
 
 from mambakit.data import tasks
 from mambakit.data.cleaning import Cleaning, copies
-from mambakit.data.documents import Part
+from mambakit.data.documents import TextPart
 from mambakit.data.holding_out import draw
 from mambakit.data.prepare import documents, prepare, prepare_part
 from mambakit.data.shards import LAYOUTS, TokenStream
@@ -102,19 +102,19 @@ def test_copies_are_found_across_tasks_and_parts(tmp_path: Path, monkeypatch: py
 
 
 def test_the_rest_of_a_document_is_not_lost_by_looking_at_it() -> None:
-    parts = [Part("ab", ends=False), Part("cd", learn=False, ends=False), Part("ef")]
+    parts = [TextPart("ab", ends=False), TextPart("cd", learn=False, ends=False), TextPart("ef")]
     for cleaning in (Cleaning(min_characters=3), Cleaning(filters={"x": lambda text: text == "abcdef"}), Cleaning()):
         reason, judged = cleaning.judge(iter(parts))
         assert reason is None and list(judged) == parts
 
 
 def test_all_of_a_document_counts() -> None:
-    ask = [Part("\n\n\n\n\n\nq", learn=False, ends=False), Part("a long answer")]
+    ask = [TextPart("\n\n\n\n\n\nq", learn=False, ends=False), TextPart("a long answer")]
     assert Cleaning(min_characters=5).judge(iter(ask))[0] is None
-    assert Cleaning(min_characters=5).judge(iter([Part("  ab  ")]))[0] == "too short"
+    assert Cleaning(min_characters=5).judge(iter([TextPart("  ab  ")]))[0] == "too short"
     exact = Cleaning(copies="exact")
-    long = [Part("x" * 2**20, ends=False)] * 20
-    first, second = (exact.fingerprint(iter([*long, Part(end)])) for end in "ab")
+    long = [TextPart("x" * 2**20, ends=False)] * 20
+    first, second = (exact.fingerprint(iter([*long, TextPart(end)])) for end in "ab")
     assert not np.array_equal(first, second)
 
 
@@ -138,7 +138,7 @@ def test_one_band_alone_makes_no_copy() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"copies": "all"}, "copies='all': choose one of keep, exact, near"),
+        ({"copies": "all"}, "copies='all': need 'keep', 'exact' or 'near'"),
         ({"min_characters": -1}, "min_characters=-1"),
     ],
 )

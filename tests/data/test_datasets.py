@@ -111,7 +111,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             assert "Traceback" not in done.stderr
     assert not (tmp_path / "shards").exists()
     for source in ("hf:", "hf:a b", "hf:name#", "hf:name@a@b"):
-        with pytest.raises(UserError, match="need hf:NAME, with :CONFIG, @SPLIT and #REVISION after it"):
+        with pytest.raises(UserError, match="need hf:NAME; :CONFIG, @SPLIT and #REVISION may follow it"):
             datasets.slices(source)
 
 

@@ -98,7 +98,7 @@ def test_the_packed_layout_is_not_copied(name: str, tmp_path: Path) -> None:
         file.seek(-3, 2)
         file.write(b"\7")
     assert [problem for problem in verify(folder) if f"{tmp_path / name}) differs from what was written" in problem]
-    with pytest.raises(UserError, match=f"{name}.* has changed since it was taken over"):
+    with pytest.raises(UserError, match=f"{name}.* has changed since it was first read"):
         TokenStream(folder, "train")
     (tmp_path / name).unlink()
     with pytest.raises(UserError, match=f"{name}.* has 0 bytes, but the index says"):
@@ -212,7 +212,7 @@ def test_an_archive_of_arrays_is_no_array(tmp_path: Path) -> None:
 def test_tokens_that_megatrons_index_does_not_speak_of(data: bytes, tmp_path: Path) -> None:
     _megatron(tmp_path / "a.bin")
     (tmp_path / "a.bin").write_bytes(data)
-    with pytest.raises(UserError, match=f"speaks of {len(_ids())} tokens, but .*a.bin has {len(data)} bytes"):
+    with pytest.raises(UserError, match=f"counts {len(_ids())} tokens, but .*a.bin has {len(data)} bytes"):
         adopt([tmp_path / "a.bin"], "bytes")
 
 

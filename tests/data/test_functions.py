@@ -210,8 +210,8 @@ def test_work_of_a_function_that_cannot_be_told_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs: list[int] = []
-    run = tasks.run
-    monkeypatch.setattr(tasks, "run", lambda *given: (runs.append(1), run(*given)))
+    run = tasks.run_task
+    monkeypatch.setattr(tasks, "run_task", lambda *given: (runs.append(1), run(*given)))
     source = cases.write_texts(tmp_path / "texts", {"1": "a", "2": "b"})
     common: dict[str, Any] = {"tokenizer": "bytes", "val_fraction": 0}
     words = iter("aabb")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from mambakit.data import isolated
-from mambakit.data.documents import Part, Unreadable
+from mambakit.data.documents import TextPart, Unreadable
 from mambakit.data.reading import Reading
 from mambakit.data.sources import SourceFile
 
@@ -63,7 +63,7 @@ def _written_by(pid: int) -> int:
     return max(sizes)
 
 
-def _collect(parts: Iterator[Part], found: list[Part]) -> None:
+def _collect(parts: Iterator[TextPart], found: list[TextPart]) -> None:
     """Into a list that keeps what came before an error."""
     for part in parts:
         found.append(part)
@@ -76,9 +76,9 @@ def _many_records(folder: Path, count: int) -> Path:
 def test_parts_come_as_they_are_read_here(tmp_path: Path) -> None:
     path = _records(tmp_path, {"text": "eins ü"}, {"prompt": "2 + 2 =", "completion": " 4"})
     assert list(isolated.read(path, "records.json_", None)) == [
-        Part("eins ü"),
-        Part("2 + 2 =", learn=False, ends=False),
-        Part(" 4"),
+        TextPart("eins ü"),
+        TextPart("2 + 2 =", learn=False, ends=False),
+        TextPart(" 4"),
     ]
 
 
@@ -122,7 +122,7 @@ def test_how_far_a_reader_came_does_not_count(
     monkeypatch.setattr(isolated, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(isolated, "MOST_WAITS", 20)
     path = _many_records(tmp_path, 300_000)
-    found: list[Part] = []
+    found: list[TextPart] = []
     _soon(lambda pid: os.kill(pid, number), after_bytes=2**16)
     with pytest.raises(Unreadable, match=f"{reason} its reader"):
         _collect(isolated.read(path, "records.json_", None), found)
@@ -142,7 +142,7 @@ def test_what_needs_too_much_memory_gives_nothing(tmp_path: Path) -> None:
     ) as file:
         file.write_table(pyarrow.table({"text": pyarrow.array(["short"] * 600).dictionary_encode().cast(large.type)}))
         file.write_table(pyarrow.table({"text": large}))
-    found: list[Part] = []
+    found: list[TextPart] = []
     with pytest.raises(Unreadable, match="needs too much memory|crashes its reader"):
         _collect(isolated.read(path, "records.parquet", None), found)
     assert found == []
@@ -209,7 +209,7 @@ def test_no_module_is_taken_from_a_persons_folder(tmp_path: Path, monkeypatch: p
 
 
 def test_any_text_survives_the_way() -> None:
-    parts = [Part("", False, False), Part("é\0\n" * 1000, True, False), Part("😀", False, True)]
+    parts = [TextPart("", False, False), TextPart("é\0\n" * 1000, True, False), TextPart("😀", False, True)]
     packed = b"".join(isolated.pack(part) for part in parts)
     assert list(isolated.unpack(io.BytesIO(packed))) == parts
     assert list(isolated.unpack(io.BytesIO(packed[:-1]))) == parts[:-1]

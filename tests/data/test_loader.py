@@ -159,6 +159,21 @@ def test_a_new_loader_goes_on_where_one_stopped(stream: TokenStream, workers: in
     rest.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("carry_state", [False, True])
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 1), (1, 1), (2, 8)])
+def test_seek_goes_to_any_row(stream: TokenStream, carry_state: bool, workers: int, prefetch: int) -> None:
+    plain = _loader(stream, 7, 3, carry_state=carry_state)
+    loader = _loader(stream, 7, 3, carry_state=carry_state, workers=workers, prefetch=prefetch)
+    batches = iter(loader)
+    for row in (6, 0, 3, 3, 60, 12, 15):  # forward, back, to the batch that comes next, to the same again
+        loader.seek(row)
+        assert loader.state()["next_row"] == row
+        for number in range(3):
+            _assert_equal(next(batches), plain.read(row + 3 * number))
+            assert loader.next_row == row + 3 * (number + 1)
+    batches.close()  # type: ignore[attr-defined]
+
+
 def test_rows_do_not_depend_on_the_batch(stream: TokenStream) -> None:
     """Without carried states a row is what it is, whatever number of them make up a batch."""
     three, five = _loader(stream, 7, 3), _loader(stream, 7, 5)

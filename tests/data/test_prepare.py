@@ -193,7 +193,7 @@ def test_shards_do_not_depend_on_threads_or_the_clock(tmp_path: Path, monkeypatc
 
 _KILLED = """
 import os, signal, sys
-from mambakit.data import prepare, shards, sources, tasks
+from mambakit.data import planning, prepare, shards, sources, tasks
 from mambakit import files
 calls = 0
 def deadly(function):
@@ -215,10 +215,10 @@ prepare.prepare([sys.argv[1]], sys.argv[2], tokenizer="bytes", shard_tokens=5000
 @pytest.mark.parametrize(
     ("where", "call"),
     [
-        ("tasks.run", 1),
+        ("tasks.run_task", 1),
         ("tasks.encode_all", 1),
         ("tasks.write_json", 1),
-        ("prepare.open_tokenizer", 1),
+        ("planning.open_tokenizer", 1),
         ("shards.ShardWriter.write", 2),
         ("shards.ShardWriter._finish", 4),
         ("prepare.write_json", 1),
@@ -253,7 +253,7 @@ def test_strict_makes_a_file_that_is_no_text_an_error(tmp_path: Path) -> None:
 def test_what_was_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = cases.write_texts(tmp_path / "texts", {"a": "text", "b": b"\0\1", "c": b"\0\1", "d": ""})
     prepare([source], tmp_path / "shards", tokenizer="bytes")
-    assert "texts: 1 files read; passed over: 2 binary, 1 empty" in capsys.readouterr().err
+    assert "texts: 1 files read; skipped: 2 binary, 1 empty" in capsys.readouterr().err
     report = json.loads((tmp_path / "shards" / "prepare.json").read_text())[str(source)]
     assert report["skipped"] == {"binary": 2, "empty": 1} and report["kinds"] == {"text": 1}
     assert report["passed_over"] == [["b", "binary"], ["c", "binary"], ["d", "empty"]]
@@ -265,7 +265,7 @@ def test_what_was_passed_over_inside_archives_is_said(tmp_path: Path, capsys: py
         for name, data in {"b/c.txt": b"text", "b/d.bin": b"\0\1", "e.pdf": b"no PDF"}.items():
             archive.writestr(name, data)
     prepare([tmp_path / "texts"], tmp_path / "shards", tokenizer="bytes")
-    assert "texts: 1 files read; passed over: inside them: 1 binary, 1 broken PDF" in capsys.readouterr().err
+    assert "texts: 1 files read; skipped: inside them: 1 binary, 1 broken PDF" in capsys.readouterr().err
     report = json.loads((tmp_path / "shards" / "prepare.json").read_text())[str(tmp_path / "texts")]
     assert report["kinds"] == {"archive": 1} and report["skipped"] == {}
     assert report["passed_over"] == [["a.zip/b/d.bin", "binary"], ["a.zip/e.pdf", "broken PDF"]]
@@ -284,11 +284,13 @@ def test_what_was_passed_over_inside_archives_is_said(tmp_path: Path, capsys: py
         ({"a": "x"}, {"tokenizer": ""}, "the tokenizer is empty"),
         ({"a": "x"}, {"out": ""}, "out is empty; name the folder"),
         ({"a": "x"}, {"text_column": ""}, "text_column is empty"),
-        ({"a": "x"}, {"separator": ""}, "the separator is empty"),
+        ({"a": "x"}, {"separator": ""}, "separator is empty"),
         ({"a": "x"}, {"tokenizer": "missing.json"}, "the tokenizer missing.json does not exist"),
-        ({"a": "x"}, {"val_fraction": 1.0}, "val_fraction=1.0: need a share from 0"),
+        ({"a": "x"}, {"val_fraction": 1.0}, "val_fraction=1.0: need less than 1"),
         ({"a": "x"}, {"val_fraction": float("nan")}, "val_fraction=nan"),
-        ({"a": "x"}, {"layout": "packed16"}, "layout 'packed16' does not exist; choose one of packed32, wide64"),
+        ({"a": "x"}, {"layout": "packed16"}, "layout='packed16': need 'packed32' or 'wide64'"),
+        ({"a": "x"}, {"tokeniser": "bytes"}, "tokeniser is not a setting; did you mean tokenizer"),
+        ({"a": "x"}, {"workers": 0, "copies": "all"}, "(?s)2 problems:.*workers=0.*copies='all'"),
         ({"a": "x"}, {"sources": []}, "no source was given"),
         ({"a": "x"}, {"sources": [""]}, "no source was given"),
         ({"a": "x"}, {"sources": ["texts", "./texts"]}, "texts was named twice, or with a folder it lies in"),

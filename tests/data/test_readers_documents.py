@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mambakit.data.documents import Part, Unreadable
+from mambakit.data.documents import TextPart, Unreadable
 from mambakit.data.readers import epub, html, notebook, pdf, word, xml
 
 pytest.importorskip("pypdfium2")
@@ -21,7 +21,7 @@ pytest.importorskip("selectolax")
 pytest.importorskip("lxml")
 
 
-def parts_of(reader: object, data: bytes) -> list[Part]:
+def parts_of(reader: object, data: bytes) -> list[TextPart]:
     return list(reader.read(io.BytesIO(data)))  # type: ignore[attr-defined]
 
 
@@ -140,7 +140,7 @@ def test_pdf_hyphens_stay_where_no_word_was_split() -> None:
 
 def test_pdf_pages_are_parts_with_a_blank_line_between() -> None:
     data = make_pdf(shown((72, 700, "One")), "", shown((72, 700, "Two")))
-    assert parts_of(pdf, data) == [Part("One\n\n", ends=False), Part("Two")]
+    assert parts_of(pdf, data) == [TextPart("One\n\n", ends=False), TextPart("Two")]
 
 
 def test_pdf_columns_are_read_one_after_the_other_though_the_file_goes_across() -> None:
@@ -427,7 +427,7 @@ def test_docx_cell_of_many_paragraphs() -> None:
 def test_epub_chapters_in_the_order_of_the_spine() -> None:
     chapters = {"one": "<html><body><h1>I</h1><p>First</p></body></html>", "two": "<p>Second</p>", "x": "<p>unused</p>"}
     data = make_epub(chapters, ["two", "one", "missing"])
-    assert parts_of(epub, data) == [Part("Second\n\n", ends=False), Part("I\n\nFirst")]
+    assert parts_of(epub, data) == [TextPart("Second\n\n", ends=False), TextPart("I\n\nFirst")]
 
 
 def test_epub_with_locked_fonts_is_read_and_with_locked_chapters_is_not() -> None:

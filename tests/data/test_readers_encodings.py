@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mambakit.data.documents import Part, Unreadable
+from mambakit.data.documents import TextPart, Unreadable
 from mambakit.data.readers import encodings, html, notebook, packed, records, text, xml
 
 from .languages import PAIRS, SENTENCES
@@ -20,7 +20,7 @@ pytest.importorskip("selectolax")
 pytest.importorskip("lxml")
 
 RUSSIAN, FRENCH, JAPANESE, KOREAN = (SENTENCES[name] for name in ("Russian", "French", "Japanese", "Korean"))
-Read = Callable[..., Iterator[Part]]
+Read = Callable[..., Iterator[TextPart]]
 
 
 def _text(read: Read, data: bytes) -> str:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from mambakit.data.documents import Part, Unreadable
+from mambakit.data.documents import TextPart, Unreadable
 from mambakit.data.readers import packed, records
 
 Read = Callable[..., Iterator[Any]]
@@ -39,7 +39,7 @@ def _lines(*values: Any) -> bytes:
     return b"".join(json.dumps(value).encode() + b"\n" for value in values)
 
 
-def _parts(record: Any) -> list[Part]:
+def _parts(record: Any) -> list[TextPart]:
     return list(records.jsonl(io.BytesIO(_lines(record))))
 
 
@@ -89,8 +89,8 @@ def test_of_many_columns_only_some_are_named() -> None:
 
 
 def test_prompts_are_not_learned() -> None:
-    assert _parts({"prompt": "2+2=", "completion": "4"}) == [Part("2+2=", learn=False, ends=False), Part("4")]
-    assert _parts({"prompt": "", "completion": "4"}) == [Part("4")]
+    assert _parts({"prompt": "2+2=", "completion": "4"}) == [TextPart("2+2=", learn=False, ends=False), TextPart("4")]
+    assert _parts({"prompt": "", "completion": "4"}) == [TextPart("4")]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_only_the_assistants_turns_are_learned(names: tuple[str, ...]) -> None:
     column, role, content, user, assistant = names
     said = [("system", "Be kind."), (user, "Hi"), (assistant, "Hello!"), (user, "Bye"), (assistant, "Farewell.")]
     assert _parts({column: [{role: who, content: what} for who, what in said], "text": "not this"}) == [
-        Part("<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n", learn=False, ends=False),
-        Part("Hello!\n", ends=False),
-        Part("<|user|>\nBye\n<|assistant|>\n", learn=False, ends=False),
-        Part("Farewell.\n"),
+        TextPart("<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n", learn=False, ends=False),
+        TextPart("Hello!\n", ends=False),
+        TextPart("<|user|>\nBye\n<|assistant|>\n", learn=False, ends=False),
+        TextPart("Farewell.\n"),
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_chat_may_end_with_the_user_and_hold_more_than_text() -> None:
         {"role": "user", "content": "No."},
     ]
     *_, before, last = _parts({"messages": turns})
-    assert (before, last) == (Part("A cat.\n", ends=False), Part("<|user|>\nNo.\n", learn=False))
+    assert (before, last) == (TextPart("A cat.\n", ends=False), TextPart("<|user|>\nNo.\n", learn=False))
 
 
 def test_single_broken_lines_are_passed_over() -> None:

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 
 import mambakit
 from mambakit.cli import main
-from mambakit.data.documents import Part, Unreadable
+from mambakit.data.documents import TextPart, Unreadable
 from mambakit.data.holding_out import draw
 from mambakit.data.prepare import prepare, prepare_once, prepare_part
-from mambakit.data.separators import cut, has_several, watched
+from mambakit.data.separators import count_markers, cut_at, has_several
 from mambakit.data.shards import TOKENIZER, TokenStream, read_index
 from mambakit.files import UserError
 
@@ -33,9 +33,9 @@ settings.load_profile("quiet")
 END = "<|endoftext|>"
 
 
-def _documents(parts: Sequence[Part], separator: str) -> list[str]:
+def _documents(parts: Sequence[TextPart], separator: str) -> list[str]:
     found, text = [], ""
-    for part in cut(iter(parts), separator):
+    for part in cut_at(iter(parts), separator):
         text += part.text
         if part.ends:
             found.append(text)
@@ -43,9 +43,9 @@ def _documents(parts: Sequence[Part], separator: str) -> list[str]:
     return [*found, text] if text else found
 
 
-def _in_parts(text: str, step: int) -> list[Part]:
+def _in_parts(text: str, step: int) -> list[TextPart]:
     pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
-    return [*(Part(piece, ends=False) for piece in pieces[:-1]), Part(pieces[-1])]
+    return [*(TextPart(piece, ends=False) for piece in pieces[:-1]), TextPart(pieces[-1])]
 
 
 def _stories(folder: Path, split: str) -> list[str]:
@@ -78,7 +78,7 @@ def test_text_is_cut_where_the_separator_stands(text: str, expected: list[str], 
     step=st.integers(1, 7),
 )
 def test_borders_of_parts_change_nothing(text: str, separator: str, step: int) -> None:
-    whole = _documents([Part(text)], separator)
+    whole = _documents([TextPart(text)], separator)
     assert _documents(_in_parts(text, step), separator) == whole
     first, *others = text.split(separator)
     if others:
@@ -89,23 +89,28 @@ def test_borders_of_parts_change_nothing(text: str, separator: str, step: int) -
 
 
 def test_what_is_not_learned_is_never_cut() -> None:
-    parts = [Part(f"ask {END}", learn=False, ends=False), Part(f"answer{END}\n"), Part("\n", ends=False), Part("last")]
-    found = list(cut(iter(parts), END))
+    parts = [
+        TextPart(f"ask {END}", learn=False, ends=False),
+        TextPart(f"answer{END}\n"),
+        TextPart("\n", ends=False),
+        TextPart("last"),
+    ]
+    found = list(cut_at(iter(parts), END))
     assert _documents(parts, END) == [f"ask {END}answer", "\nlast"]
     assert [part.learn for part in found if END in part.text] == [False]
 
 
 def test_what_was_read_of_a_broken_file_stays() -> None:
-    def broken() -> Iterator[Part]:
-        yield Part(f"one{END}two\n<|end", ends=False)
+    def broken() -> Iterator[TextPart]:
+        yield TextPart(f"one{END}two\n<|end", ends=False)
         raise Unreadable("broken")
 
     found: list[str] = []
     with pytest.raises(Unreadable, match="broken"):
-        found.extend(part.text for part in cut(broken(), END))
+        found.extend(part.text for part in cut_at(broken(), END))
     assert "|".join(found) == "one|two|\n<|end"
-    several, parts = has_several(cut(broken(), END))
-    assert several and next(parts) == Part("one")
+    several, parts = has_several(cut_at(broken(), END))
+    assert several and next(parts) == TextPart("one")
     with pytest.raises(Unreadable, match="broken"):
         list(parts)
 
@@ -114,8 +119,8 @@ def test_what_was_read_of_a_broken_file_stays() -> None:
 def test_markers_are_counted_across_parts(step: int) -> None:
     text = f"{END} and {END}\n</s>\nno </s> here\n<eos>\nx{END}\n <s>\n<s>\n\n[EOS]x\n<|eot_id|>"
     found = Counter[str]()
-    parts = [*_in_parts(text, step), *_in_parts("</s>", step), Part("a", ends=False), Part("</s>")]
-    assert list(watched(iter(parts), found)) == parts
+    parts = [*_in_parts(text, step), *_in_parts("</s>", step), TextPart("a", ends=False), TextPart("</s>")]
+    assert list(count_markers(iter(parts), found)) == parts
     assert found == {END: 3, "</s>": 2, "<eos>": 1, "<s>": 1, "<|eot_id|>": 1}
 
 
@@ -165,7 +170,7 @@ def test_a_file_without_the_separator_is_split_as_ever(tmp_path: Path, capsys: p
     capsys.readouterr()
     index = prepare([source], tmp_path / "shards", tokenizer="bytes", separator="***")
     assert index.sources[str(source)]["held_out_by"] == "blocks"
-    assert "the separator '***' stands nowhere in the text" in capsys.readouterr().err
+    assert "the separator '***' was not found" in capsys.readouterr().err
     for name in ("train-00000.bin", "val-00000.bin"):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "shards" / name).read_bytes()
 
@@ -221,8 +226,8 @@ def test_the_command_cuts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*command, str(tmp_path / "b"), "--separator", r"\n\nThe end"]) == 0
     assert len(_stories(tmp_path / "b", "train")) == 21
     assert main([*command, str(tmp_path / "c"), "--separator", ""]) == 2
-    assert "the separator is empty" in capsys.readouterr().err
-    with pytest.raises(UserError, match="the separator is empty"):
+    assert "separator is empty" in capsys.readouterr().err
+    with pytest.raises(UserError, match="separator is empty"):
         list(mambakit.documents([source], separator=""))
     assert [text for _, text in mambakit.documents([source], separator=END)] == stories
 

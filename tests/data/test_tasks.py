@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import bz2
 import contextlib
-import functools
 import gzip
-import inspect
 import json
 import lzma
 import os
@@ -18,12 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tyro
 
-from mambakit import cli
 from mambakit.cli import main
+from mambakit.config import PrepareConfig
 from mambakit.data import tasks
-from mambakit.data.cluster import slurm_script
+from mambakit.data.cluster import flags, slurm_script
 from mambakit.data.datasets import absolute
 from mambakit.data.prepare import documents, prepare, prepare_part
 from mambakit.data.shards import LAYOUTS, ShardError, TokenStream, read_index
@@ -43,13 +40,13 @@ def _small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The files of each task that is done."""
     seen: list[tuple[str, ...]] = []
-    run = tasks.run
+    run = tasks.run_task
 
     def recorded(task: tasks.Task, *arguments: Any) -> None:
         seen.append(tuple(file.name for file in task.files))
         run(task, *arguments)
 
-    monkeypatch.setattr(tasks, "run", recorded)
+    monkeypatch.setattr(tasks, "run_task", recorded)
     return seen
 
 
@@ -61,7 +58,7 @@ def _stop_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mambakit.data.tasks.merge", stop)
+    monkeypatch.setattr("mambakit.data.tasks.merge_tasks", stop)
 
 
 @pytest.mark.parametrize("parts", [1, 3, 50])
@@ -161,8 +158,8 @@ def test_parts_that_do_not_exist_are_refused(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_script_for_a_cluster_says_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "my shards"
-    flags = ["--tokenizer", "bytes", "--strict", "--text-column", "{title}\\n{text}"]
-    assert main(["prepare", str(tmp_path / "a b"), "hf:name@train", "--out", str(out), "--sbatch", "4", *flags]) == 0
+    words = ["--tokenizer", "bytes", "--strict", "--text-column", "{title}\\n{text}"]
+    assert main(["prepare", str(tmp_path / "a b"), "hf:name@train", "--out", str(out), "--sbatch", "4", *words]) == 0
     script = Path(capsys.readouterr().out.split(maxsplit=1)[1].strip())
     text = script.read_text()
     assert subprocess.run(["bash", "-n", script]).returncode == 0
@@ -170,7 +167,7 @@ def test_the_script_for_a_cluster_says_what_was_asked(tmp_path: Path, capsys: py
     assert f"'\"'\"'{tmp_path}/a b'\"'\"' hf:name@train --out '\"'\"'{out}'\"'\"' --tokenizer bytes" in text
     assert "--strict" in text and "{title}\\n{text}" in text
     with pytest.raises(UserError, match="--sbatch 0: need a number of parts"):
-        slurm_script(["a"], out, [], 0)
+        slurm_script(["a"], out, PrepareConfig(), 0)
 
 
 _SBATCH = """#!/bin/bash
@@ -194,7 +191,7 @@ echo 7
 def test_the_script_for_a_cluster_does_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With values that are easily lost: zeros, and what looks like a flag."""
     source = cases.write_texts(tmp_path / "a b", {f"{i}.txt": f"text {i}\n--- \nmore {i}\n" * 50 for i in range(9)})
-    flags = [
+    words = [
         "--tokenizer",
         "bytes",
         "--val-fraction",
@@ -205,8 +202,8 @@ def test_the_script_for_a_cluster_does_what_was_asked(tmp_path: Path, capsys: py
         "--workers",
         "1",
     ]
-    assert main(["prepare", str(source), "--out", str(tmp_path / "direct"), *flags]) == 0
-    assert main(["prepare", str(source), "--out", str(tmp_path / "by parts"), "--sbatch", "2", *flags]) == 0
+    assert main(["prepare", str(source), "--out", str(tmp_path / "direct"), *words]) == 0
+    assert main(["prepare", str(source), "--out", str(tmp_path / "by parts"), "--sbatch", "2", *words]) == 0
     script = capsys.readouterr().out.splitlines()[-1].removeprefix("bash ")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sbatch").write_text(_SBATCH)
@@ -224,23 +221,20 @@ def test_the_script_for_a_cluster_does_what_was_asked(tmp_path: Path, capsys: py
         {"val_fraction": 0.0, "min_characters": 0, "strict": False},
         {"val_fraction": 0.25, "workers": 3, "strict": True, "layout": "wide64", "copies": "near"},
         {"val_fraction": None, "text_column": "{title}\n\n{text}", "separator": "---", "tokenizer": "train:300"},
-        {"separator": "-x y", "text_column": "-a", "min_characters": 7, "tokenizer": ""},
+        {"separator": "-x y", "text_column": "-a", "min_characters": 7, "tokenizer": "-x"},
     ],
 )
-def test_flags_say_what_options_were_given(options: dict[str, Any]) -> None:
-    @functools.wraps(cli.prepare)
-    def parsed(*sources: Any, **given: Any) -> dict[str, Any]:
-        return given
+def test_flags_say_what_options_were_given(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
 
-    given = tyro.cli(
-        parsed, args=["source", "--out", "out", *cli._as_flags(options)], config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    column = given["text_column"]
-    given["text_column"] = column.replace("\\n", "\n") if column else None  # as the command does
-    usual = {name: value.default for name, value in inspect.signature(cli.prepare).parameters.items()}
-    for name, value in given.items():
-        if name not in ("out", "source"):
-            assert value == options.get(name, usual[name]), name
+    def record(sources: tuple[str, ...], out: str, **given: Any) -> None:
+        seen.update(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mambakit.data.prepare.prepare", record)
+    config = PrepareConfig(**options)
+    assert main(["prepare", "source", "--out", "out", *flags(config)]) == 130
+    assert PrepareConfig(**seen) == config
 
 
 def _lines(folder: Path, name: str, records: Iterable[object]) -> Path:
@@ -306,10 +300,10 @@ def test_a_format_of_ones_own_is_a_function(tmp_path: Path) -> None:
 
 def test_a_function_is_known_again_by_another_process(tmp_path: Path) -> None:
     code = """
-from mambakit.data.reading import named
+from mambakit.data.functions import function_key
 def read(path):
     return [x for x in [path] if x in {"a", "b", "c", "d"} and (lambda y: y)(x)]
-print(named(read))
+print(function_key(read))
 """
     seen = set()
     for seed in "123":

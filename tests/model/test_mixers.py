@@ -25,15 +25,15 @@ def _conv(mixer: Mamba1 | Mamba2, x: Tensor, doc_ids: Tensor) -> Tensor:
 
 
 def mamba1(mixer: Mamba1, hidden: Tensor, doc_ids: Tensor) -> Tensor:
-    config = mixer.config
-    inner, states, rank = config.d_inner, config.state_size, config.dt_rank
+    dims = mixer.dims
+    inner, states, rank = dims.d_inner, dims.state_size, dims.dt_rank
     projected = hidden @ mixer.in_proj.weight.t()
     x, z = projected[..., :inner], projected[..., inner:]
     x = _conv(mixer, x, doc_ids)
     selected = x @ mixer.x_proj.weight.t()
     dt, B, C = selected[..., :rank], selected[..., rank : rank + states], selected[..., rank + states :]
-    if config.bcdt_norm:
-        dt, B, C = (_rms(part, part.shape[-1], config.bcdt_norm_eps) for part in (dt, B, C))
+    if dims.bcdt_norm:
+        dt, B, C = (_rms(part, part.shape[-1], dims.bcdt_norm_eps) for part in (dt, B, C))
     dt = dt @ mixer.dt_proj.weight.t()
     empty = x.new_zeros(x.shape[0], inner, states)
     A = -mixer.A_log.exp()
@@ -42,19 +42,19 @@ def mamba1(mixer: Mamba1, hidden: Tensor, doc_ids: Tensor) -> Tensor:
 
 
 def mamba2(mixer: Mamba2, hidden: Tensor, doc_ids: Tensor) -> Tensor:
-    config = mixer.config
-    inner, heads, width, groups = config.d_inner, config.dims.num_heads, config.head_dim, config.num_groups
+    dims = mixer.dims
+    inner, heads, width, groups = dims.d_inner, dims.num_heads, dims.head_dim, dims.num_groups
     projected = hidden @ mixer.in_proj.weight.t()  # z, x, B, C, dt
     z, dt = projected[..., :inner], projected[..., -heads:]
     xBC = _conv(mixer, projected[..., inner:-heads], doc_ids)
     shape = xBC.shape[:2]
     x = xBC[..., :inner].reshape(*shape, heads, width)
-    B, C = xBC[..., inner:].reshape(*shape, 2, groups, config.state_size).unbind(2)
-    empty = x.new_zeros(x.shape[0], heads, width, config.state_size)
+    B, C = xBC[..., inner:].reshape(*shape, 2, groups, dims.state_size).unbind(2)
+    empty = x.new_zeros(x.shape[0], heads, width, dims.state_size)
     y, _ = recurrences.ssd(x, dt, -mixer.A_log.exp(), B, C, mixer.D, mixer.dt_bias, empty, doc_ids)
     gated = y.reshape(*shape, inner) * F.silu(z)
-    size = inner // groups if config.gated_norm == "group" else inner
-    return (_rms(gated, size, config.norm_eps) * mixer.norm.weight) @ mixer.out_proj.weight.t()
+    size = inner // groups if dims.gated_norm == "group" else inner
+    return (_rms(gated, size, dims.norm_eps) * mixer.norm.weight) @ mixer.out_proj.weight.t()
 
 
 @pytest.mark.parametrize("bcdt_norm", [False, True])

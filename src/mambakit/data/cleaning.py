@@ -1,8 +1,9 @@
-"""Cleaning: documents that are left out because they are too short, refused by a filter, or copies of earlier ones.
+"""Cleaning: documents are left out if they are too short, refused by a filter, or copies of earlier ones.
 
-Nothing is left out unless it is asked for, and all that is, is counted by its reason. Copies are found in two steps:
-each task takes the fingerprints of its documents, and then, over all of them in order, the first of its kind stays.
-Exact copies have the same text; near ones share most runs of five words, as MinHash estimates it.
+Nothing is left out unless a person asks for it, and every left-out document is counted by its reason. Copies are found
+in two steps: each task computes the fingerprints of its documents; then all fingerprints are compared, in order, and
+the first document of each group stays. Exact copies have the same text. Near copies share most 5-grams of words, as
+MinHash estimates it.
 """
 
 from __future__ import annotations
@@ -18,39 +19,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..files import UserError, pip_command
-from .documents import Part
-from .reading import named
+from .documents import TextPart
+from .functions import function_key
 
-LOOKED_AT = 2**24  # characters of a document
+LOOKED_AT = 2**24  # characters of a document that filters and MinHash see
 WORDS, PERMUTATIONS, BANDS, ALIKE = 5, 128, 16, 0.8
-COPIES = ("keep", "exact", "near")
 COPY = "a copy"
 
-Filter = Callable[[str], bool]  # from a document's text to whether it stays
+Filter = Callable[[str], bool]  # takes a document's text, returns whether it stays
 Prints = NDArray[np.uint32]  # (documents, numbers of a fingerprint); zeros for a document that is left out anyway
 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is left out."""
+    """Which documents are left out."""
 
     min_characters: int = 0
     copies: str = "keep"
-    filters: Mapping[str, Filter] = field(default_factory=dict)  # by what they look for
+    filters: Mapping[str, Filter] = field(default_factory=dict)  # by name
 
-    def __post_init__(self) -> None:
-        if self.copies not in COPIES:
-            raise UserError(f"copies={self.copies!r}: choose one of {', '.join(COPIES)}")
-        if self.min_characters < 0:
-            raise UserError(f"min_characters={self.min_characters}: need a number of at least 0")
-
-    @functools.cached_property  # a filter that cannot be told from others has a new name each time
+    @functools.cached_property  # computed once: a filter that cannot be described has a new key each time
     def known(self) -> list[Any]:
-        """What the outcome depends on."""
-        return [self.min_characters, self.copies, {name: named(keeps) for name, keeps in sorted(self.filters.items())}]
+        """All that the result depends on."""
+        filters = {name: function_key(keeps) for name, keeps in sorted(self.filters.items())}
+        return [self.min_characters, self.copies, filters]
 
-    def judge(self, document: Iterator[Part]) -> tuple[str | None, Iterator[Part]]:
-        """Why a document is left out, or None; and its parts, of which some have been read."""
+    def judge(self, document: Iterator[TextPart]) -> tuple[str | None, Iterator[TextPart]]:
+        """Why a document is left out, or None; and all its parts."""
         if not self.min_characters and not self.filters:
             return None, document
         seen, text = _look(document, LOOKED_AT if self.filters else self.min_characters)
@@ -60,8 +55,8 @@ class Cleaning:
         refused = next((name for name, keeps in self.filters.items() if not keeps(text)), None)
         return (f"refused by {refused}" if refused is not None else None), parts
 
-    def fingerprint(self, document: Iterator[Part]) -> Prints:
-        """Of a document that stays."""
+    def fingerprint(self, document: Iterator[TextPart]) -> Prints:
+        """The fingerprint of a document that stays."""
         if self.copies == "near":
             return _minhash(_look(document, LOOKED_AT)[1])
         seen = hashlib.blake2b(digest_size=16)
@@ -70,10 +65,10 @@ class Cleaning:
         return np.frombuffer(seen.digest(), np.uint32)
 
 
-def _look(document: Iterator[Part], characters: int) -> tuple[list[Part], str]:
-    """The first parts of a document, with so many characters between the first and the last that are no space."""
-    seen: list[Part] = []
-    size = spaces = 0  # spaces: at the end of what was seen
+def _look(document: Iterator[TextPart], characters: int) -> tuple[list[TextPart], str]:
+    """The first parts of a document, until their text has so many characters without the white space around it."""
+    seen: list[TextPart] = []
+    size = spaces = 0  # spaces: at the end of the text so far
     for part in document:
         seen.append(part)
         text = part.text if size else part.text.lstrip()
@@ -96,7 +91,7 @@ def _minhash(text: str) -> Prints:
 
 
 def copies(prints: Sequence[Prints]) -> list[frozenset[int]]:
-    """For the documents of each task, in order, which of them are copies of an earlier one of any task."""
+    """For each task, the numbers of its documents that are copies of an earlier document of any task."""
     counts = [len(part) for part in prints]
     if not sum(counts):
         return [frozenset() for _ in prints]

@@ -1,7 +1,7 @@
-"""The work of preparing text on many machines that share a disk: as a Slurm array, or on a Ray cluster.
+"""Preparing text on many machines that share a disk: as a Slurm array, or on a Ray cluster.
 
-Each machine does some of the tasks (data/tasks.py) and leaves them beside the folder of shards to be made; then one of
-them puts all together. What comes out is byte for byte what one machine would have made.
+Each machine does some of the tasks (data/tasks.py) and leaves the results beside the folder of shards to be made. Then
+one machine puts them together. The result is byte for byte that of one machine.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import PrepareConfig
 from ..files import UserError, pip_command
 from ..progress import say
 from .datasets import absolute, pinned
 from .prepare import prepare_part
 
 
-def slurm_script(sources: Sequence[str], out: Path, flags: Sequence[str], parts: int) -> str:
+def slurm_script(sources: Sequence[str], out: Path, config: PrepareConfig, parts: int) -> str:
     """A script that submits the parts as an array of jobs, and after them the job that puts them together."""
     if parts < 1:
         raise UserError(f"--sbatch {parts}: need a number of parts of at least 1")
     script = Path(sys.executable).with_name("mambakit")  # -m would look for modules where the job is submitted
     program = [str(script)] if script.is_file() else [sys.executable, "-m", "mambakit"]
     named = [_pinned(absolute(source)) for source in sources]
-    command = shlex.join([*program, "prepare", *named, "--out", os.path.abspath(out), *flags])
+    command = shlex.join([*program, "prepare", *named, "--out", os.path.abspath(out), *flags(config)])
     part = f"{command} --task $SLURM_ARRAY_TASK_ID/{parts}"
     return f"""#!/bin/bash
 # Submits {parts} parts of the work, and after them what puts them together. Options for sbatch, such as a partition,
@@ -37,8 +38,18 @@ sbatch --job-name=mambakit-merge --dependency=afterok:"$parts" "$@" --wrap {shle
 """
 
 
+def flags(config: PrepareConfig) -> list[str]:
+    """The flags of `mambakit prepare` that give this config; defaults are left out."""
+    words = []
+    for name, value in config.model_dump(exclude_defaults=True).items():
+        flag = f"--{name.replace('_', '-')}"
+        text = str(value).replace("\n", "\\n") if name == "text_column" else str(value)
+        words += [flag] if value is True else [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return words
+
+
 def _pinned(source: str) -> str:
-    """A dataset of the hub at the commit that it is at now, so that all machines read the same."""
+    """A dataset of the hub at its current commit, so that all machines read the same."""
     try:
         return pinned(source)
     except UserError as error:
@@ -46,8 +57,8 @@ def _pinned(source: str) -> str:
         return source
 
 
-def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, Any], parts: int | None = None) -> None:
-    """Do all parts on a Ray cluster, which starts those that fail again; the caller then puts them together."""
+def on_ray(address: str, sources: Sequence[str], out: Path, config: PrepareConfig, parts: int | None = None) -> None:
+    """Do all parts on a Ray cluster, which repeats parts that fail. The caller then puts them together."""
     try:
         import ray as library
     except ImportError:
@@ -62,7 +73,8 @@ def on_ray(address: str, sources: Sequence[str], out: Path, options: dict[str, A
         named = [_pinned(absolute(source)) for source in sources]
         say(f"{count} parts on {len(ray.nodes())} machines")
         part = ray.remote(num_cpus=1, max_retries=8)(prepare_part)
-        ray.get([part.remote(number, count, named, os.path.abspath(out), **options) for number in range(count)])
+        given = (named, os.path.abspath(out))
+        ray.get([part.remote(number, count, *given, **config.model_dump()) for number in range(count)])
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, UserError) else error from None
     finally:

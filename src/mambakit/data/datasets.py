@@ -1,9 +1,9 @@
 """Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT][#REVISION]`, or a folder that `save_to_disk` wrote, with or without
 `hf:`.
 
-A dataset is read in slices, one after the other and without holding it: runs of rows of a folder, or the files of a
-dataset of the hub, which is streamed. The commit of a dataset of the hub is found out once, and all slices are read at
-that commit, however its branch moves on. Only rows are taken from it; no code that comes with it runs.
+A dataset is read slice by slice, never as a whole. A slice is some rows of a folder, or a file of a dataset of the hub,
+which is streamed. The hub is asked once for the commit of a dataset, and all slices are read at that commit. Only rows
+are read; no code of a dataset is run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from ..files import UserError, pip_command, read_json
 
 SLICE_ROWS = 2**16
-GUESSED_BYTES = 2**26  # of a slice whose size is not known before it is read
+GUESSED_BYTES = 2**26  # of a streamed slice, whose size is not known
 FORM = re.compile(
     r"(?P<spec>hf:(?P<name>[\w./-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?)(#(?P<revision>[\w./-]+))?"
 )
@@ -31,16 +31,16 @@ SECONDS = 30.0  # to wait for the hub to name a commit
 class Slice:
     """Some rows of a dataset."""
 
-    spec: str  # without a revision, so that documents keep their side of the split in the next one
+    spec: str  # without a revision, so that documents keep their split in the next revision
     number: int
     count: int  # slices of the dataset
     size: int  # bytes, or a guess
-    stamp: str  # which changes when the rows do
+    stamp: str  # changes when the rows do
     commit: str | None = None  # of a dataset of the hub
 
     @property
     def name(self) -> str:
-        """The same wherever a folder lies."""
+        """The same name wherever a folder lies."""
         return f"{self.spec}/{self.number}" if _is_streamed(self.spec) else f"rows/{self.number}"
 
     @property
@@ -49,7 +49,7 @@ class Slice:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether its size is."""
+        """Whether its size is a guess."""
         return _is_streamed(self.spec)
 
 
@@ -59,7 +59,7 @@ def is_dataset(source: str) -> bool:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a folder is of `save_to_disk`: a dataset, or its splits."""
+    """Whether `save_to_disk` wrote a folder: a dataset, or its splits."""
     is_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     return is_one or (folder / "dataset_dict.json").is_file()
 
@@ -79,13 +79,16 @@ def slices(source: str) -> list[Slice]:
     return [Slice(source, number, count, max(1, size // count), dataset._fingerprint) for number in range(count)]
 
 
-def _commit(source: str) -> tuple[str, str | None]:
-    """A source without its revision, and the commit that it is at now; None for a folder, which has none."""
+def _match(source: str) -> re.Match[str]:
     match = FORM.fullmatch(source)
     if match is None:
-        raise UserError(
-            f"{source}: need hf:NAME, with :CONFIG, @SPLIT and #REVISION after it, in this order, if at all"
-        )
+        raise UserError(f"{source}: need hf:NAME; :CONFIG, @SPLIT and #REVISION may follow it, in this order")
+    return match
+
+
+def _commit(source: str) -> tuple[str, str | None]:
+    """A source without its revision, and its current commit; None for a folder, which has none."""
+    match = _match(source)
     if Path(match["name"]).is_dir():
         if match["revision"]:
             raise UserError(f"{source}: a folder has no revisions; leave out #{match['revision']}")
@@ -94,13 +97,13 @@ def _commit(source: str) -> tuple[str, str | None]:
 
     try:
         found = huggingface_hub.HfApi().dataset_info(match["name"], revision=match["revision"], timeout=SECONDS)
-    except Exception as error:  # the library raises whatever those below it do
+    except Exception as error:  # the library raises many kinds
         raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
     return match["spec"], found.sha
 
 
 def pinned(source: str) -> str:
-    """A dataset of the hub with the commit that it is at now; any other source as it is."""
+    """A dataset of the hub with its current commit; any other source as it is."""
     if not source.startswith("hf:") or not _is_streamed(source):
         return source
     spec, commit = _commit(source)
@@ -108,9 +111,8 @@ def pinned(source: str) -> str:
 
 
 def _files_of(source: str) -> str:
-    """What changes when the files of a folder do."""
-    match = FORM.fullmatch(source)
-    folder = Path(match["name"]) if match else Path()
+    """A hash that changes when the files of a folder do."""
+    folder = Path(_match(source)["name"])
     seen = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -120,7 +122,7 @@ def _files_of(source: str) -> str:
 
 
 def _check_inside(folder: Path) -> None:
-    """A folder names the files of its rows: they must be its own."""
+    """Check that the files which a folder names for its rows are its own."""
     root = os.path.realpath(folder)
     for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
         for file in read_json(state).get("_data_files", ()):
@@ -134,7 +136,7 @@ def rows(part: Slice) -> Iterator[dict[str, Any]]:
         yield from _rows(part)
     except (UserError, GeneratorExit):
         raise
-    except Exception as error:  # the library raises whatever those below it do
+    except Exception as error:  # the library raises many kinds
         raise UserError(f"{part.spec} cannot be read: {_first_line(error)}") from None
 
 
@@ -150,7 +152,7 @@ def _rows(part: Slice) -> Iterator[dict[str, Any]]:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """Images and sounds as they are stored: to open them could fail, and they are no text."""
+    """The dataset with images and sounds as they are stored: decoding them could fail, and they are no text."""
     for name, feature in (dataset.features or {}).items():
         if getattr(feature, "decode", False):
             dataset = dataset.cast_column(name, dataclasses.replace(feature, decode=False))
@@ -162,7 +164,7 @@ def _is_streamed(source: str) -> bool:
 
 
 def absolute(source: str) -> str:
-    """A source by a name that is the same from wherever it is read."""
+    """A source by a name that does not depend on the current folder."""
     folder, split = _folder_and_split(source)
     if not source.startswith("hf:"):
         return os.path.abspath(source)
@@ -170,7 +172,7 @@ def absolute(source: str) -> str:
 
 
 def _folder_and_split(source: str) -> tuple[Path, str | None]:
-    """The folder that a source is, if it is one; and the split that is named with it."""
+    """The folder of a source, if it is one, and the split that is named with it."""
     if not source.startswith("hf:"):
         return Path(source), None
     name, _, split = source.removeprefix("hf:").partition("@")
@@ -187,14 +189,12 @@ def _open(source: str, commit: str | None = None) -> Any:
             folder, split = _folder_and_split(source)
             _check_inside(folder)
             return _split(source, datasets.load_from_disk(str(folder)), split)
-        match = FORM.fullmatch(source)
-        if match is None:
-            raise UserError(f"{source}: need hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG@SPLIT")
+        match = _match(source)
         found = datasets.load_dataset(match["name"], match["config"], revision=commit, streaming=True)
         return _split(source, found, match["split"])
     except UserError:
         raise
-    except Exception as error:  # the library raises whatever those below it do
+    except Exception as error:  # the library raises many kinds
         raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
 
 

@@ -1,14 +1,14 @@
-"""Files of tokens that others wrote, trained on as they are.
+"""Files of tokens that other programs wrote.
 
 | | |
 | --- | --- |
-| packed32 | int32 in the layout of our own shards, bare `.bin` or `.npy`: ids, positions and loss bits are theirs |
+| packed32 | int32 in the layout of our own shards, bare `.bin` or `.npy`: ids, positions and loss bits are kept |
 | uint16, uint32 | plain ids, as nanoGPT writes them: documents end after the tokenizer's end of text |
 | Megatron | `.bin` with an `.idx` beside it, which says where documents end |
 
-A folder of shards is made of them once, in the cache: files in the packed layout are read through, and stay where they
-are with a link to them; others are copied into that layout. Files called val, valid, validation or test, or so and
-something more, are the validation split.
+A folder of shards is made of them once, in the cache. Files in the packed layout are read once to be checked; the
+folder has links to them. Other files are copied into that layout. Files called val, valid, validation or test, also
+with more after it (val_00.bin), are the validation split.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ..files import UserError, cache_folder, new_folder, remember_intact
 from ..progress import progress, say
 from . import shards
 from .prepare import write_index
-from .shards import LAYOUTS, SPLITS, Layout, Shard, ShardWriter, SplitCounts
+from .shards import LAYOUTS, SPLITS, Shard, ShardWriter, SplitCounts, TokenLayout
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
 SUFFIXES = (".bin", ".npy")
 KINDS = ("auto", "packed32", "uint16", "uint32")
-BLOCK = 2**22  # tokens that are looked at in one go
-LOOKED_AT, LEAST_LOOKED_AT = 2**16, 64  # of a file whose kind is to be found out
+BLOCK = 2**22  # tokens that are read at once
+LOOKED_AT, LEAST_LOOKED_AT = 2**16, 64  # numbers by which the kind of a file is detected
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """The whole numbers of a file. They are read, not mapped into memory: see `TokenStream`."""
+class NumberFile:
+    """A file of integers. It is read, not mapped into memory: see `TokenStream`."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -53,14 +53,14 @@ class Numbers:
     offset: int = 0  # bytes before the first
 
     @classmethod
-    def all_of(cls, path: Path, dtype: Any) -> Numbers:
+    def all_of(cls, path: Path, dtype: Any) -> NumberFile:
         return cls(path, np.dtype(dtype), path.stat().st_size // np.dtype(dtype).itemsize)
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Numbers begin…end, fewer where there are no more."""
+        """NumberFile begin…end, fewer at the end of the file."""
         count = max(0, min(end, self.count) - begin)
         found = np.fromfile(self.path, self.dtype, count, offset=self.offset + begin * self.dtype.itemsize)
         if len(found) < count:
@@ -70,13 +70,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens: as it lies on disk, and how it is to be read."""
+    """A file of tokens, and how it is to be read."""
 
     path: Path
     kind: str  # packed32 or plain
-    array: Numbers
-    ends: NDArray[np.int64] | None = None  # where documents end, if the file says so
-    told_split: str | None = None  # where its name does not count
+    array: NumberFile
+    ends: NDArray[np.int64] | None = None  # of documents, if the file says so
+    told_split: str | None = None  # instead of the one its name says
 
     @property
     def split(self) -> str:
@@ -84,9 +84,9 @@ class TokenFile:
             return self.told_split
         return "val" if re.match(r"(val|valid|validation|test)([^a-z]|$)", self.path.stem.lower()) else "train"
 
-    def packed(self, layout: Layout, end_token: int) -> Iterator[NDArray[Any]]:
+    def packed(self, layout: TokenLayout, end_token: int) -> Iterator[NDArray[Any]]:
         """All tokens in the layout of shards."""
-        began, starts_next = 0, True  # where the document began that goes on, and whether the next token begins one
+        began, starts_next = 0, True  # where the current document began; whether the next token begins one
         for begin in range(0, len(self.array), BLOCK):
             block = self.array.read(begin, begin + BLOCK)
             if self.kind == "packed32":
@@ -116,8 +116,8 @@ def is_tokens(path: Path) -> bool:
 
 
 def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
-    """The folder of shards for these files, made now unless it was made before and none has changed since. All are of
-    one `split`, or as their names say."""
+    """The folder of shards for these files in the cache. It is made unless it is there and no file has changed. All
+    files belong to `split`, or to the splits that their names say."""
     if tokenizer.startswith("train:"):
         raise UserError(
             f"{paths[0]} holds tokens, not text: name the tokenizer they were made with by --data.tokenizer FILE"
@@ -137,27 +137,27 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
     layout = LAYOUTS["packed32" if vocab_size(opened) <= 2**16 else "wide64"]
     if layout.name == "wide64" and any(file.kind == "packed32" for file in files):
         raise UserError(
-            f"the tokenizer has {vocab_size(opened)} ids, more than the packed layout holds: it is not theirs"
+            f"the tokenizer has {vocab_size(opened)} ids, more than the packed layout holds; name their own one"
         )
     with new_folder(folder, shards.ShardError) as beside:
-        written, counts = _take_over(files, layout, end_of(opened), vocab_size(opened), beside)
+        written, counts = _write_shards(files, layout, end_of(opened), vocab_size(opened), beside)
         sources = {str(file.path): {"tokens": {file.split: len(file.array)}} for file in files}
         write_index(beside, layout, tokenizer, opened, written, counts, sources)
     return folder
 
 
-def _take_over(
-    files: Sequence[TokenFile], layout: Layout, end_token: int, vocabulary: int, folder: Path
+def _write_shards(
+    files: Sequence[TokenFile], layout: TokenLayout, end_token: int, vocabulary: int, folder: Path
 ) -> tuple[dict[str, list[Shard]], dict[str, SplitCounts]]:
-    """A shard for each file, and what the splits hold."""
+    """Write a shard for each file, or a link to it. Returns the shards, and the counts of each split."""
     written: dict[str, list[Shard]] = {split: [] for split in SPLITS}
     counts: dict[str, SplitCounts] = {}
-    with progress("taking over tokens", sum(len(file.array) for file in files), "tokens") as advance:
+    with progress("importing tokens", sum(len(file.array) for file in files), "tokens") as advance:
         for split in SPLITS:
             found = {"documents": 0, "tokens": 0, "targets": 0}
             before = np.empty(0, layout.dtype)
             for file in (file for file in files if file.split == split):
-                with _keeper(file, folder, len(written[split]), layout) as keep:
+                with _writer(file, folder, len(written[split]), layout) as writer:
                     for packed in file.packed(layout, end_token):
                         largest = int(layout.tokens(packed).max())
                         if largest >= vocabulary:
@@ -170,19 +170,19 @@ def _take_over(
                         found["tokens"] += len(packed)
                         found["targets"] += int(layout.is_target(packed).sum())
                         before = packed[-1:]
-                        keep.write(packed)
+                        writer.write(packed)
                         advance(len(packed))
-                    written[split] += keep.close()
+                    written[split] += writer.close()
             counts[split] = SplitCounts(**found)
     return written, counts
 
 
-def _keeper(file: TokenFile, folder: Path, number: int, layout: Layout) -> ShardWriter | _Link:
+def _writer(file: TokenFile, folder: Path, number: int, layout: TokenLayout) -> ShardWriter | _Link:
     offset, size = file.array.offset, file.array.count * file.array.dtype.itemsize
     whole = offset + size == file.path.stat().st_size  # a .npy may have more after the array
     if file.kind == "packed32" and file.array.dtype == layout.dtype and whole:
         link = _Link(file, offset)
-        with contextlib.suppress(OSError):  # some systems do not let everybody
+        with contextlib.suppress(OSError):  # some systems do not let everybody make links
             (folder / shards.shard_name(file.split, number)).symlink_to(os.path.realpath(file.path))
             link.name = shards.shard_name(file.split, number)
             return link
@@ -190,7 +190,7 @@ def _keeper(file: TokenFile, folder: Path, number: int, layout: Layout) -> Shard
 
 
 class _Link:
-    """A shard that is another file as it stands."""
+    """A shard that is a link to a file of another program."""
 
     name: str
 
@@ -206,12 +206,8 @@ class _Link:
     def close(self) -> list[Shard]:
         sha256 = self._digest.hexdigest()
         remember_intact(self._file.path, self._before, sha256)
-        return [
-            Shard(
-                file=self.name, tokens=len(self._file.array), offset=self._offset, modified=self._before.st_mtime_ns,
-                sha256=sha256,
-            )
-        ]  # fmt: skip
+        size, modified = len(self._file.array), self._before.st_mtime_ns
+        return [Shard(file=self.name, tokens=size, offset=self._offset, modified=modified, sha256=sha256)]
 
     def __enter__(self) -> _Link:
         return self
@@ -229,7 +225,7 @@ def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
             raise UserError(f"{path} is no array of numbers: {error}") from None
         if header.ndim != 1 or header.dtype.kind not in "iu" or not len(header):
             raise UserError(f"{path} holds {header.dtype} of shape {header.shape}; need a row of whole numbers")
-        array = Numbers(path, header.dtype, len(header), header.offset)
+        array = NumberFile(path, header.dtype, len(header), header.offset)
         if kind == "packed32" and array.dtype.itemsize != 4:
             raise UserError(f"{path} holds {array.dtype}; the packed layout has 32 bits a token")
         is_packed = kind == "packed32" or (kind == "auto" and array.dtype == np.int32 and _looks_packed(array))
@@ -238,17 +234,17 @@ def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
         return _megatron(path, index)
     size = path.stat().st_size
     if kind in ("auto", "packed32") and size and size % 4 == 0:
-        array = Numbers.all_of(path, "<i4")
+        array = NumberFile.all_of(path, "<i4")
         if kind == "packed32" or _looks_packed(array):
             return TokenFile(path, "packed32", array)
     width = 4 if kind == "uint32" or (kind == "auto" and _looks_wide(path, vocabulary)) else 2
     if not size or size % width:
         raise UserError(f"{path} has {size} bytes, which are no tokens of {width} bytes each")
-    return TokenFile(path, "plain", Numbers.all_of(path, f"<u{width}"))
+    return TokenFile(path, "plain", NumberFile.all_of(path, f"<u{width}"))
 
 
-def _looks_packed(array: Numbers) -> bool:
-    """Whether positions go on from token to token, as they do nowhere else."""
+def _looks_packed(array: NumberFile) -> bool:
+    """Whether positions count up from token to token, as in no other format."""
     layout = LAYOUTS["packed32"]
     head = array.read(0, LOOKED_AT).astype(layout.dtype)
     if len(head) < 2 or (head < 0).any():
@@ -257,13 +253,13 @@ def _looks_packed(array: Numbers) -> bool:
 
 
 def _looks_wide(path: Path, vocabulary: int) -> bool:
-    """Whether ids are of four bytes: every other two are then no more than the vocabulary needs, mostly zero."""
+    """Whether ids have four bytes: then every other 16 bits are small, mostly zero."""
     halves = np.fromfile(path, "<u2", LOOKED_AT)
     return len(halves) >= LEAST_LOOKED_AT and bool((halves[1::2] <= (vocabulary - 1) >> 16).all())
 
 
 def _megatron(path: Path, index: Path) -> TokenFile:
-    """Megatron's index: a header, then for each sequence its length, and where it lies."""
+    """A file with Megatron's index: a header, then the length and the place of each sequence."""
     data = index.read_bytes()
     if not data.startswith(MEGATRON) or len(data) < 34:
         raise UserError(f"{index} is no index of Megatron's; remove it, or say what the tokens are by data.tokens")
@@ -273,5 +269,5 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     lengths = np.frombuffer(data, "<i4", count, 34).astype(np.int64)
     ends, size = np.cumsum(lengths), np.dtype(MEGATRON_DTYPES[code]).itemsize
     if not count or (lengths < 0).any() or ends[-1] * size != path.stat().st_size or not ends[-1]:
-        raise UserError(f"{index} speaks of {int(lengths.sum())} tokens, but {path} has {path.stat().st_size} bytes")
-    return TokenFile(path, "plain", Numbers.all_of(path, MEGATRON_DTYPES[code]), ends)
+        raise UserError(f"{index} counts {int(lengths.sum())} tokens, but {path} has {path.stat().st_size} bytes")
+    return TokenFile(path, "plain", NumberFile.all_of(path, MEGATRON_DTYPES[code]), ends)

@@ -1,8 +1,8 @@
-"""What tells one function of a person's from another, in every process alike: its code and all that it uses.
+"""Keys of a person's own functions: a hash of the code and of all that it uses, the same in every process.
 
-Work that was done with a function is used again only while this stays the same. So it covers default arguments, values
-that a function closes over, what it is bound to, and the global functions, values and modules that it names, with all
-that those use. What cannot be followed, such as an object of a library, is refused: then the work is done again.
+Work that was done with a function is used again while its key stays the same. The key covers default arguments, values
+that the function closes over or is bound to, and the global functions, values and modules that it names, with all that
+those use. Some values, such as an object of a library, cannot be described: then the work is done again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import operator
 import os
 import re
+import secrets
 import sys
 import sysconfig
 import types
@@ -26,35 +27,42 @@ from typing import Any, Generic, Protocol
 
 import numpy as np
 
+from ..progress import say
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented))
-
-
 CONTAINERS = (tuple, list, dict, set, frozenset)
 # Classes that add no state to objects of a person's own class.
 STATELESS = (object, abc.ABC, Generic, Protocol, *CONTAINERS)
 # Attributes of a class that its objects do not depend on.
-UNUSED = (
-    "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "_abc_impl", "__dataclass_fields__",
-    "__dataclass_params__",
-)  # fmt: skip
+UNUSED = "__doc__ __module__ __dict__ __weakref__ __annotations__ _abc_impl __dataclass_fields__ __dataclass_params__"
 CACHED = type(functools.cache(len))
 
 
 class UnknownValueError(Exception):
-    """A value of which it cannot be said whether it is the same in another process."""
+    """A value that cannot be described so that another process describes it the same."""
+
+
+def function_key(function: Callable[..., Any]) -> str:
+    """The key of a function. A function that cannot be described has a new key each time."""
+    try:
+        return describe(function)
+    except (UnknownValueError, RecursionError) as problem:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        say(f"{name} uses {problem}, which may have changed since: work that was done with it before is done again")
+        return secrets.token_hex(16)
 
 
 def describe(function: Callable[..., Any]) -> str:
-    """A text that is the same in every process for as long as the function does the same."""
+    """A hash that is the same in every process while the function stays the same."""
     return hashlib.sha256(repr(_Descriptions().of(function)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class _Descriptions:
-    """Values that have been described, each once: functions may call each other."""
+    """Describes values. Each is described once, because functions may call each other."""
 
     def __init__(self) -> None:
         self.seen: dict[int, int] = {}
-        self.alive: list[Any] = []  # an id is only one's own while its object is there
+        self.alive: list[Any] = []  # keeps the objects, so that no id is used again
 
     def of(self, value: Any) -> Any:
         if isinstance(value, PLAIN):
@@ -74,7 +82,7 @@ class _Descriptions:
             case dict():
                 return self._state(value), [(self.of(key), self.of(one)) for key, one in value.items()]
             case set() | frozenset():
-                # Each by itself, since they come in another order in every process.
+                # Each by itself and sorted: the order of a set differs from process to process.
                 return self._state(value), sorted(repr(_Descriptions().of(one)) for one in value)
             case bytearray() | PurePath():
                 return repr(value)
@@ -96,11 +104,9 @@ class _Descriptions:
                 return self._function(value)
             case types.MethodType():
                 return self.of(value.__func__), self.of(value.__self__)
-            case types.BuiltinFunctionType() if not isinstance(value.__self__, types.ModuleType | type(None)):
-                return value.__qualname__, self.of(value.__self__)
-            case types.BuiltinFunctionType():
+            case types.BuiltinFunctionType() if isinstance(value.__self__, types.ModuleType | type(None)):
                 return _place(value)
-            case types.MethodWrapperType():
+            case types.BuiltinFunctionType() | types.MethodWrapperType():
                 return value.__qualname__, self.of(value.__self__)
             case types.MethodDescriptorType() | types.WrapperDescriptorType():
                 return _place(value.__objclass__), value.__name__
@@ -116,12 +122,12 @@ class _Descriptions:
                 return self._class(value)
         if isinstance(value, CACHED):
             return self.of(value.__wrapped__)
-        if type(value).__module__ == "dataclasses" and not isinstance(value, dataclasses.Field):  # what is not given
+        if type(value).__module__ == "dataclasses" and not isinstance(value, dataclasses.Field):  # such as MISSING
             return None
         return self._state(value)
 
     def _function(self, function: types.FunctionType) -> Any:
-        """By its code, and what that uses; one of a library by its place. Either may hold values of a person's."""
+        """Its code, and what that uses; of a library's function, its place. Both may hold values of a person's own."""
         parts = (function.__defaults__, function.__kwdefaults__, vars(function), *_cells(function))
         held = [self.of(part) for part in parts]
         home = function.__globals__.get("__name__")  # __module__ is that of the function which it wraps
@@ -140,13 +146,13 @@ class _Descriptions:
         own = {
             name: value
             for name, value in vars(kind).items()
-            if not isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType) and name not in UNUSED
+            if not isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType)
+            and name not in UNUSED.split()
         }
         return kind.__qualname__, [self.of(base) for base in kind.__bases__], self.of(own)
 
     def _state(self, value: Any) -> Any:
-        """What is known of an object besides what it holds as a list or dictionary does: attributes, if it is of a
-        person's own class, all of whose attributes can be seen."""
+        """The attributes of an object of a person's own class; None for a plain list, dictionary or set."""
         kind = type(value)
         if kind in CONTAINERS:
             return None
@@ -157,7 +163,7 @@ class _Descriptions:
         return self.of(kind), self.of({**getattr(value, "__dict__", {}), **{n: getattr(value, n) for n in slots}})
 
     def _module(self, module: types.ModuleType) -> Any:
-        """An installed one by its version; a person's own by its file, and those of the modules that it uses."""
+        """Of an installed module, its version; of a person's own, its file and those of the modules that it uses."""
         if _is_installed(module.__name__):
             return _place(module)
         if not (file := getattr(module, "__file__", None)) or not Path(file).is_file():
@@ -172,7 +178,7 @@ class _Descriptions:
 
 
 def _cells(function: types.FunctionType) -> list[Any]:
-    """Values that a function closes over; those that are not set yet are none."""
+    """Values that a function closes over; None for one that is not set yet."""
     found = []
     for cell in function.__closure__ or ():
         try:
@@ -183,12 +189,9 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """The global names that a function uses, and the functions inside it."""
-    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _global_names(constant)
-    return found
+    """The global names that a function uses, with those of the functions inside it."""
+    here = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return here.union(*(_global_names(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
 def _slots(kind: type) -> list[str]:
@@ -198,7 +201,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def _place(value: Any) -> Any:
-    """Where something installed is, and its version."""
+    """The place of something installed, and its version."""
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or "builtins"
     version = getattr(sys.modules.get(str(name).partition(".")[0]), "__version__", None)
     return str(name), getattr(value, "__qualname__", ""), str(version)
@@ -206,14 +209,13 @@ def _place(value: Any) -> Any:
 
 def _is_installed(name: str | None) -> bool:
     """Whether a module comes with Python or from an installed package, and not from a person's own files."""
-    if name is None or name == "builtins" or name.partition(".")[0] in (__package__.partition(".")[0], "builtins"):
+    if name is None or (top := name.partition(".")[0]) in (__package__.partition(".")[0], "builtins"):
         return True
     if name == "__main__":
         return False
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if module is None or file is None:
-        return name.partition(".")[0] in sys.stdlib_module_names
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return top in sys.stdlib_module_names
     return bool(os.path.realpath(file).startswith(_installed_places()))
 
 

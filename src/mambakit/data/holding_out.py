@@ -1,7 +1,7 @@
 """Holding out: which documents, or which blocks of them, are for validation.
 
-A document, or a block where documents are few, draws a number by its name, for ever the same; those below a limit are
-held out. So a file stays on its side of the split whatever else comes or goes.
+A hash of its name gives each document a number from 0 to 1; where documents are few, each block has its own. Numbers
+below a limit are held out. So a document stays in its split when other files come or go.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .documents import Part
+from .documents import TextPart
 
-PIECE_BYTES = 2**18  # of text that is tokenized at once
-BLOCK_BYTES = 2**13  # of text held out at once, in a source of few documents
-FEW = 8  # a source that would hold out fewer documents than this is held out by blocks
+PIECE_BYTES = 2**18  # of text, tokenized at once
+BLOCK_BYTES = 2**13  # of text, held out at once in a source of few documents
+FEW = 8  # if fewer documents than this would be held out, blocks are held out instead
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some text of a document: where it goes, whether it is learned, whether the document starts and ends with it."""
+class SplitPiece:
+    """Some text of a document: its split, whether it is learned, whether the document starts or ends with it."""
 
     split: str
     learn: bool
@@ -30,13 +30,13 @@ class Piece:
 
 
 def draw(name: str, block: int | None = None) -> float:
-    """A number from 0 to 1 that belongs to this document, or to this block of it."""
+    """The number from 0 to 1 of this document, or of this block of it."""
     digest = hashlib.blake2b(f"{name}\0{block}".encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def limit_of(draws: Iterable[float], val_fraction: float) -> float:
-    """The limit for few draws: at least one is held out, where there are two, and never all."""
+    """The limit for few documents: of two or more, at least one is held out, and never all."""
     ordered = np.sort(np.fromiter(draws, np.float64))
     if len(ordered) < 2 or val_fraction == 0:
         return 0.0
@@ -44,7 +44,7 @@ def limit_of(draws: Iterable[float], val_fraction: float) -> float:
 
 
 def document_names(name: str, has_records: bool) -> Iterator[str]:
-    """What the documents of a file are called."""
+    """The names of the documents of a file."""
     if not has_records:
         yield name
     number = 0
@@ -55,14 +55,14 @@ def document_names(name: str, has_records: bool) -> Iterator[str]:
 
 @dataclass
 class Survey:
-    """What the documents of a file would draw, whole or by blocks, and how much text there is."""
+    """The numbers of a file's documents and of their blocks, and how much text it has."""
 
     documents: list[float] = field(default_factory=list)
     blocks: list[float] = field(default_factory=list)
     num_bytes: int = 0
 
-    def add(self, parts: Iterable[Part], name: str, *, has_records: bool) -> None:
-        """Read a file. What was seen of one that breaks off stays."""
+    def add(self, parts: Iterable[TextPart], name: str, *, has_records: bool) -> None:
+        """Read a file. If it raises, what was read before stays."""
         names = document_names(name, has_records)
         for document in documents_of(parts):
             called = next(names)
@@ -72,15 +72,14 @@ class Survey:
             self.documents.append(draw(called))
 
 
-Chosen = Callable[[Iterator[Part]], "Iterator[Part] | None"]
+Choose = Callable[[Iterator[TextPart]], "Iterator[TextPart] | None"]  # a document, or None to leave it out
 
 
-def pieces(
-    parts: Iterable[Part], name: str, limit: float, *, by_block: bool, has_records: bool,
-    choose: Chosen = lambda document: document,
-) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
-    """All text of a file, in order: whole documents to one split or the other, or blocks of them. `choose` may leave a
-    document out, which changes nothing for the others."""
+def split_pieces(
+    parts: Iterable[TextPart], name: str, limit: float, *, by_block: bool, has_records: bool, choose: Choose
+) -> Iterator[tuple[SplitPiece, bytes]]:
+    """All text of a file, in order. Whole documents go to one split, or blocks of them. `choose` may leave a document
+    out; that changes nothing for the others."""
     names = document_names(name, has_records)
     for whole in documents_of(parts):
         called, document = next(names), choose(whole)
@@ -93,11 +92,11 @@ def pieces(
             yield from _mark((split, learn, data) for learn, data in _cut(document, PIECE_BYTES))
 
 
-def documents_of(parts: Iterable[Part]) -> Iterator[Iterator[Part]]:
-    """The parts of each document, which have to be read before the next."""
+def documents_of(parts: Iterable[TextPart]) -> Iterator[Iterator[TextPart]]:
+    """The parts of each document. A document's parts must be read before the next document."""
     parts = iter(parts)
 
-    def rest(first: Part) -> Iterator[Part]:
+    def rest(first: TextPart) -> Iterator[TextPart]:
         yield first
         while not first.ends:
             following = next(parts, None)
@@ -109,12 +108,12 @@ def documents_of(parts: Iterable[Part]) -> Iterator[Iterator[Part]]:
     for part in parts:
         document = rest(part)
         yield document
-        for _ in document:  # what was left
+        for _ in document:  # parts that were not read
             pass
 
 
-def _cut(document: Iterable[Part], limit: int) -> Iterator[tuple[bool, bytes]]:
-    """(learned, text) in pieces of at most `limit` bytes, cut after a line where one ends, else between characters."""
+def _cut(document: Iterable[TextPart], limit: int) -> Iterator[tuple[bool, bytes]]:
+    """(learned, text) in pieces of at most `limit` bytes, cut after a line if possible, else between characters."""
     learn, rest = True, b""
     for part in document:
         if part.learn != learn and rest:
@@ -141,8 +140,8 @@ def _character_start(data: bytes) -> int:
     return max(at, 1)
 
 
-def _blocks(document: Iterable[Part], name: str, limit: float) -> Iterator[tuple[str, bool, bytes]]:
-    """Neighbouring blocks of the same split stay together, as one document."""
+def _blocks(document: Iterable[TextPart], name: str, limit: float) -> Iterator[tuple[str, bool, bytes]]:
+    """(split, learned, text) of a document's blocks. Neighbouring blocks of the same split stay one document."""
     split, learn, data = "", True, b""
     for number, (here_learn, block) in enumerate(_cut(document, BLOCK_BYTES)):
         here = "val" if draw(name, number) < limit else "train"
@@ -154,15 +153,15 @@ def _blocks(document: Iterable[Part], name: str, limit: float) -> Iterator[tuple
         yield split, learn, data
 
 
-def _mark(parts: Iterable[tuple[str, bool, bytes]]) -> Iterator[tuple[Piece, bytes]]:
-    """A document starts where the split changes, and ends before it does."""
+def _mark(parts: Iterable[tuple[str, bool, bytes]]) -> Iterator[tuple[SplitPiece, bytes]]:
+    """Mark where documents start and end: also where the split changes."""
     before: tuple[str, bool, bytes] | None = None
     starts = True
     for part in parts:
         if before is not None:
             ends = part[0] != before[0]
-            yield Piece(before[0], before[1], starts, ends), before[2]
+            yield SplitPiece(before[0], before[1], starts, ends), before[2]
             starts = ends
         before = part
     if before is not None:
-        yield Piece(before[0], before[1], starts, True), before[2]
+        yield SplitPiece(before[0], before[1], starts, True), before[2]

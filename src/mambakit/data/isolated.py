@@ -1,12 +1,12 @@
-"""A process that reads files for another, which a hostile file can then neither crash, nor fill, nor hold up.
+"""Child processes that read files, so that a hostile file cannot crash or hang the parent, or fill its memory.
 
-The parent sends a line of JSON for each file: the reader, and with it two descriptors, of the file and of a nameless
-one to write to. The child writes the parts there and answers with a line: why the file is unreadable, if it is, and
-what was passed over in it. It ends with its parent, and neither leaves a file behind.
+For each file, the parent sends a line of JSON that names the reader, and two descriptors: the file, and a nameless file
+for the result. The child writes the parts there. It answers with a line: why the file is unreadable, if it is, and what
+was skipped in it. It ends with its parent, and neither leaves a file behind.
 
-Where a file is broken further on, what comes before is kept: it is the same on every machine. Readers limit their work,
-in pages, bytes or elements, never in time. So a child is killed only if it has hung for minutes; then nothing of its
-file is kept, as where it crashes or needs too much memory, since how far it came may differ.
+If a file is broken after some text, that text is kept: it is the same on every machine. Readers limit their work in
+pages, bytes or elements, never in time. A child is killed only if it has hung for minutes. Then nothing of its file is
+kept, as after a crash or too much memory, because how far it came may differ from machine to machine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import IO, Any, BinaryIO
 
 from ..files import UserError
 from ..progress import say
-from .documents import MACHINE, Note, Part, Unreadable, unheard
+from .documents import MACHINE, Note, TextPart, Unreadable, no_note
 
-HAS_ISOLATION = os.name != "nt"  # which can neither hand over descriptors, nor limit memory
-WAIT_SECONDS = 1.0  # between looks at what a child has written. Waits are counted: a machine that sleeps has none
-MOST_WAITS = 600  # in which it has written nothing
-MEMORY = 2**30  # bytes of address space beyond what the process begins with
+HAS_ISOLATION = os.name != "nt"  # Windows can neither send descriptors, nor limit memory
+WAIT_SECONDS = 1.0  # between checks of what a child has written. Waits are counted, so a suspended machine has none
+MOST_WAITS = 600  # without new output
+MEMORY = 2**30  # bytes of address space, besides those at the start
 LARGEST_TEXT = 2**30  # bytes of text from a file
-MOST_NOTES = 2**27  # records that are passed over
-HEADER = struct.Struct("<IB")  # bytes of a part's text; 1 if it is learned, 2 if its document ends
+MOST_NOTES = 2**27  # skipped records
+HEADER = struct.Struct("<IB")  # of a part: bytes of its text; flags: 1 learned, 2 its document ends
 Answer = dict[str, Any]
 
 
@@ -48,14 +48,14 @@ class Child:
     """A process that reads files, one after the other."""
 
     def __init__(self) -> None:
-        # Python looks for modules where it is started, and where this process was: not among a person's files.
+        # No module may come from the current folder, which may hold a person's files.
         here = os.path.realpath(os.getcwd())
         paths = [
             str(Path(__file__).parents[2]),
             *(entry for entry in sys.path if os.path.realpath(entry or ".") != here),
         ]
         self.is_fresh = True
-        self.door, inside = socket.socketpair()
+        self.channel, inside = socket.socketpair()
         with inside:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mambakit.data.isolated"], stdin=inside.fileno(), stdout=subprocess.DEVNULL,
@@ -64,43 +64,43 @@ class Child:
             )  # fmt: skip
 
     def ask(self, request: dict[str, Any], file: int, out: int) -> Answer:
-        """The answer; a kind of "worn" where the child is of no more use."""
+        """The answer; its kind is "failed" if the child cannot be used again."""
         self.is_fresh = False
         line = json.dumps(request).encode() + b"\n"
         answer = b""
         num_waits, size = 0, 0
         try:
-            self.door.settimeout(None)
-            sent = socket.send_fds(self.door, [line], [file, out])
-            self.door.sendall(line[sent:])
-            self.door.settimeout(WAIT_SECONDS)
+            self.channel.settimeout(None)
+            sent = socket.send_fds(self.channel, [line], [file, out])
+            self.channel.sendall(line[sent:])
+            self.channel.settimeout(WAIT_SECONDS)
             while not answer.endswith(b"\n"):
                 try:
-                    block = self.door.recv(2**16)
+                    block = self.channel.recv(2**16)
                 except TimeoutError:
                     written = os.fstat(out).st_size
                     num_waits = num_waits + 1 if written == size else 0
                     size = written
                     if num_waits < MOST_WAITS:
                         continue
-                    return {"kind": "worn", "reason": "hangs its reader"}
+                    return {"kind": "failed", "reason": "hangs its reader"}
                 if not block:
-                    return {"kind": "worn", "reason": "crashes its reader"}
+                    return {"kind": "failed", "reason": "crashes its reader"}
                 answer += block
         except OSError:  # the child is gone
-            return {"kind": "worn", "reason": "crashes its reader"}
+            return {"kind": "failed", "reason": "crashes its reader"}
         found: Answer = json.loads(answer)
         return found
 
     def end(self) -> None:
         self.process.kill()
-        self.door.close()
+        self.channel.close()
         self.process.wait()
 
 
 @dataclass
 class Readers:
-    """The children that read for one caller, who may stop them all."""
+    """The children that read for one caller. The caller may stop them all."""
 
     busy: set[Child] = field(default_factory=set)
     are_stopped: bool = False
@@ -108,20 +108,20 @@ class Readers:
     def stop(self) -> None:
         self.are_stopped = True
         for child in list(self.busy):
-            child.process.kill()  # who waits for it ends it
+            child.process.kill()  # the thread that waits for it cleans up
 
 
-_idle: list[Child] = []  # children that wait for a file
+_idle: list[Child] = []  # children without a file to read
 _all: set[Child] = set()
 _stops = 0  # how often all children were ended
 
 
 def read(
-    file: Path | BinaryIO, function: str, text_column: str | None, note: Note = unheard, readers: Readers | None = None
-) -> Iterator[Part]:
-    """The parts of a file, by a reader such as "pdf.read". All of it is read by the time this returns, elsewhere.
+    file: Path | BinaryIO, function: str, text_column: str | None, note: Note = no_note, readers: Readers | None = None
+) -> Iterator[TextPart]:
+    """The parts of a file, by a reader such as "pdf.read". The child has read the whole file when this returns.
 
-    An open file has a descriptor. It is read from its beginning, and then stands at any place.
+    An open file must have a descriptor. It is read from its beginning; its position afterwards is undefined.
     """
     request = {"function": function, "text_column": text_column}
     out = tempfile.TemporaryFile()  # noqa: SIM115 - its reader closes it
@@ -143,23 +143,23 @@ def _say_that_nothing_is_isolated() -> None:
     say("Windows: files are read in this process, so that one made to crash or hang a parser can stop it")
 
 
-def _begun(parts: Iterator[Part]) -> Iterator[Part]:
-    """So that they close their file even if nobody asks for them."""
+def _begun(parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    """Start the generator, so that it closes its file even if no part is read."""
     next(parts)
     return parts
 
 
-def _written(out: IO[bytes], answer: Answer, note: Note) -> Iterator[Part]:
+def _written(out: IO[bytes], answer: Answer, note: Note) -> Iterator[TextPart]:
     kind, reason = answer["kind"], answer.get("reason", "")
     with out:
-        yield Part("")  # for _begun
-        if kind == "worn":
+        yield TextPart("")  # for _begun
+        if kind == "failed":
             raise Unreadable(reason)
         out.seek(0)
         yield from unpack(out)
-    for passed_over, count in answer.get("notes", {}).items():
+    for skipped, count in answer.get("notes", {}).items():
         for _ in range(count):
-            note(passed_over)
+            note(skipped)
     if kind == "fault":
         raise OSError(answer["errno"], reason)
     if kind == "user":
@@ -169,8 +169,8 @@ def _written(out: IO[bytes], answer: Answer, note: Note) -> Iterator[Part]:
 
 
 def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answer:
-    """By a child that is there, or a new one. What is worn by the files before it may fail at the next: so a failure
-    counts only in a fresh one."""
+    """Ask an idle child, or a new one. A child may fail because of earlier files, so only the failure of a fresh child
+    counts."""
     stops = _stops
     while True:
         try:
@@ -180,10 +180,10 @@ def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answ
         was_fresh = child.is_fresh
         readers.busy.add(child)
         try:
-            answer = {"kind": "worn", "reason": "stopped"} if readers.are_stopped else child.ask(request, file, out)
+            answer = {"kind": "failed", "reason": "stopped"} if readers.are_stopped else child.ask(request, file, out)
         finally:
             readers.busy.discard(child)
-        if answer["kind"] != "worn":
+        if answer["kind"] != "failed":
             _idle.append(child)
             return answer
         child.end()
@@ -201,7 +201,7 @@ def _start() -> Child:
 
 
 def stop() -> None:
-    """End all children, whatever they are at."""
+    """End all children, also those that are reading."""
     global _stops
     _stops += 1
     _idle.clear()
@@ -209,22 +209,22 @@ def stop() -> None:
         _all.pop().end()
 
 
-def pack(part: Part) -> bytes:
+def pack(part: TextPart) -> bytes:
     data = part.text.encode("utf-8", errors="replace")
     return HEADER.pack(len(data), part.learn | part.ends << 1) + data
 
 
-def unpack(stream: IO[bytes]) -> Iterator[Part]:
+def unpack(stream: IO[bytes]) -> Iterator[TextPart]:
     while len(header := stream.read(HEADER.size)) == HEADER.size:
         size, flags = HEADER.unpack(header)
         data = stream.read(size)
         if len(data) < size:
-            return  # the child ended half-way
-        yield Part(data.decode("utf-8"), bool(flags & 1), bool(flags & 2))
+            return  # the child ended in the middle of a part
+        yield TextPart(data.decode("utf-8"), bool(flags & 1), bool(flags & 2))
 
 
 def _answer(request: dict[str, Any], stream: BinaryIO, out: IO[bytes]) -> Answer:
-    """Read a file, and write its parts."""
+    """In the child: read a file, and write its parts."""
     from .reading import call
 
     notes: Counter[str] = Counter()
@@ -238,7 +238,7 @@ def _answer(request: dict[str, Any], stream: BinaryIO, out: IO[bytes]) -> Answer
     try:
         stream.seek(0)
         out.seek(0)
-        out.truncate()  # of one that did not come to its end
+        out.truncate()  # a child before may have failed
         size = 0
         for part in call(request["function"], stream, request["text_column"], note):
             size += out.write(pack(part))
@@ -250,7 +250,7 @@ def _answer(request: dict[str, Any], stream: BinaryIO, out: IO[bytes]) -> Answer
     except UserError as error:
         answer = {"kind": "user", "reason": str(error)}
     except MemoryError:
-        answer = {"kind": "worn", "reason": "needs too much memory"}
+        answer = {"kind": "failed", "reason": "needs too much memory"}
     except OSError as error:
         answer = _failure(error)
     except Exception as error:
@@ -270,18 +270,18 @@ def main() -> None:
 
     _end_with_parent()
     _limit_memory()
-    with socket.socket(fileno=os.dup(0)) as door:
-        while (received := _receive(door)) is not None:
+    with socket.socket(fileno=os.dup(0)) as channel:
+        while (received := _receive(channel)) is not None:
             line, (file, out) = received
             with open(file, "rb") as stream, open(out, "wb") as written:
                 answer = _answer(json.loads(line), stream, written)
-            door.sendall(json.dumps(answer).encode() + b"\n")
+            channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _receive(door: socket.socket) -> tuple[bytes, Sequence[int]] | None:
-    line, descriptors, _, _ = socket.recv_fds(door, 2**16, 2)
+def _receive(channel: socket.socket) -> tuple[bytes, Sequence[int]] | None:
+    line, descriptors, _, _ = socket.recv_fds(channel, 2**16, 2)
     while line and not line.endswith(b"\n"):
-        block = door.recv(2**16)
+        block = channel.recv(2**16)
         line = line + block if block else b""
     return (line, descriptors) if line else None
 

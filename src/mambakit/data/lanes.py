@@ -1,7 +1,7 @@
-"""Documents side by side: each row of a batch reads documents one after another and in full, batch after batch.
+"""Lanes: whole documents side by side. A lane is one row of every batch; it reads one document after another.
 
-Unlike windows, nothing is cut: with the model's state carried from batch to batch, every token is predicted from all of
-its document.
+Documents are not cut into windows: with the model's state carried from batch to batch, every token is predicted from
+all of its document before it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .loader import Batch, unpack
+from .loader import Batch, make_batch
 from .shards import TokenStream
 
-BLOCK = 2**20  # tokens that are looked at in one go
-Range = tuple[int, int]  # where a document begins and ends in its stream
+BLOCK = 2**20  # tokens that are read at once
+Range = tuple[int, int]  # begin and end of a document in its stream
 
 
 def document_ranges(stream: TokenStream, max_tokens: int | None = None) -> list[Range]:
-    """All documents of a stream, or so many of them that they have about `max_tokens`, spread evenly."""
+    """All documents of a stream, or some at even distances that have about `max_tokens` together."""
     begins: list[int] = []
     at = 0
     for packed, starts in stream.documents():
@@ -32,7 +32,7 @@ def document_ranges(stream: TokenStream, max_tokens: int | None = None) -> list[
         return ranges
     stride = -(-at // max_tokens)
     chosen, left = [], max_tokens
-    spread = (range_ for first in range(stride) for range_ in ranges[first::stride])  # the others, if these are short
+    spread = (range_ for first in range(stride) for range_ in ranges[first::stride])  # then those between
     for begin, end in spread:
         chosen.append((begin, min(end, begin + left)))  # the last may be cut short
         left -= chosen[-1][1] - begin
@@ -53,11 +53,11 @@ def num_targets(stream: TokenStream, ranges: Sequence[Range]) -> int:
 def lanes(
     stream: TokenStream, ranges: Sequence[Range], rows: int, length: int, window: int | None = None
 ) -> Iterator[Batch]:
-    """Batches of `rows` x `length` with every target of the documents once. A row takes a new document when it is
-    through with one, the longest first, so that all rows end at about the same time.
+    """Batches of `rows` x `length` with every target of the documents once. A lane takes a new document when it has
+    read one, the longest first, so that all lanes end at about the same time.
 
-    With `window`, each document is cut into pieces of that many inputs which start without memory, as a model of fixed
-    context would see them.
+    With `window`, each document is cut into pieces of that many inputs, and the state is reset before each, as if the
+    model had a fixed context.
     """
     waiting = iter(sorted(ranges, key=lambda range_: range_[0] - range_[1]))
     lanes = [_Lane(stream, waiting, window) for _ in range(min(rows, len(ranges)))]
@@ -69,11 +69,11 @@ def lanes(
             return
         carries = ~starts[:, 0]
         starts[:, 0] = False
-        yield unpack(stream.layout.tokens(packed), starts, is_target, carries)
+        yield make_batch(stream.layout.tokens(packed), starts, is_target, carries)
 
 
 class _Lane:
-    """A row: the document it is in, and the last token it gave, which is the first of its next batch."""
+    """A lane: the document that it reads, and its last token, which is the first of its next batch."""
 
     def __init__(self, stream: TokenStream, waiting: Iterator[Range], window: int | None) -> None:
         self.stream, self.waiting, self.window = stream, waiting, window
@@ -81,7 +81,7 @@ class _Lane:
         self.last: tuple[Any, bool] | None = None
 
     def fill(self, packed: NDArray[Any], starts: NDArray[np.bool_], is_target: NDArray[np.bool_]) -> bool:
-        """Fill a row as far as there are tokens; False when none was left."""
+        """Fill a row as far as there are tokens; False if there are none."""
         at = 0
         if self.last is not None:
             packed[0], starts[0] = self.last

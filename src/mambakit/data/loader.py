@@ -1,14 +1,14 @@
-"""Batches from shards. Which tokens a row holds is a pure function of (seed, epoch, row number).
+"""Batches from shards. The tokens of a row are a pure function of (seed, epoch, row number).
 
-Rows are numbered from 0 without end; an epoch is one pass over the windows of the split, in an order of its own. A step
-takes the next `batch_rows` of them. The loader's whole state is the number of the next row: any number of threads and
-any cut into micro-batches reads the same rows.
+Rows are numbered from 0 without end. An epoch is one pass over the windows of the split, in its own order. A step takes
+the next `batch_rows` rows. The loader's whole state is the number of the next row: any number of threads and any cut
+into micro-batches reads the same rows.
 
-With a mix, an epoch has as many rows, but each source has its share of them, and goes through its own windows in an
-order of its own, again and again.
+With a mix, an epoch has as many rows, but each source has its share of them. A source goes through its own windows in
+its own order, again and again.
 
-With `carry_state`, row i of every batch reads on where row i of the batch before stopped, and `Batch.carries` says
-where the document goes on, so that the model's state may be carried over.
+With `carry_state`, row i of a batch goes on where row i of the batch before stopped. `Batch.carries` says whether the
+document goes on too, so that the model's state may be carried over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .shards import ShardError, TokenStream
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one step, or a part of them. All (B, L) but `carries`."""
+    """Rows for one step, or a part of them. All are (B, L) but `carries`."""
 
     tokens: Tensor  # int64
     targets: Tensor  # int64: the token that follows each
@@ -74,25 +74,24 @@ class Loader:
         self.stream, self.config, self.batch_rows = stream, config, batch_rows
         self.length = config.sequence_length
         self.num_windows = -(-(len(stream) - 1) // self.length)
-        # Rows of an epoch. With carried states each row of the batch has its own stretch, and the last may be short.
+        # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
         self.stretch = -(-self.num_windows // batch_rows)
         self.epoch_rows = self.stretch * batch_rows if config.carry_state else self.num_windows
-        self.next_row = next_row
+        self.seek(next_row)
         self.mix = Mix.of(stream, config, self.num_windows) if config.mix or config.temperature != 1 else None
 
+    def seek(self, row: int) -> None:
+        """Go on from this row, also in the middle of an iteration: the next batch starts with it."""
+        self.next_row = row
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on from here; it does not fit other data, rows or order."""
+        """What a checkpoint needs to go on from here, and a fingerprint of the data and their order."""
         return {"next_row": self.next_row, "fingerprint": self.fingerprint}
 
     @property
     def fingerprint(self) -> str:
-        values = [
-            self.stream.index.fingerprint,
-            self.stream.split,
-            self.length,
-            self.config.seed,
-            self.config.carry_state,
-        ]
+        data, config = self.stream, self.config
+        values = [data.index.fingerprint, data.split, self.length, config.seed, config.carry_state]
         if self.config.carry_state:
             values.append(self.batch_rows)
         if self.mix is not None:
@@ -100,7 +99,7 @@ class Loader:
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def window(self, row: int) -> int | None:
-        """Which window of the split a row reads; None for a row that has nothing left to read."""
+        """The window of the split that a row reads; None for a row that has nothing left to read."""
         epoch, number = divmod(row, self.epoch_rows)
         if self.mix is not None:
             return self.mix.window(permute(number, self.num_windows, self.config.seed, epoch), epoch, self.config.seed)
@@ -110,11 +109,11 @@ class Loader:
         window = slot * self.stretch + step
         if window >= self.num_windows:
             return None
-        turn = permute(0, self.num_windows, self.config.seed, epoch)  # each epoch cuts its stretches elsewhere
+        turn = permute(0, self.num_windows, self.config.seed, epoch)  # the stretches of each epoch begin elsewhere
         return (window + turn) % self.num_windows
 
     def _carries(self, row: int) -> bool:
-        """Whether a row goes on in the document that its slot was in before."""
+        """Whether a row goes on in the document of the same row of the batch before."""
         if not self.config.carry_state or row % self.epoch_rows < self.batch_rows:
             return False
         window, before = self.window(row), self.window(row - self.batch_rows)
@@ -126,7 +125,7 @@ class Loader:
     def read(self, first_row: int) -> Batch:
         """The batch that starts with this row."""
         layout, length = self.stream.layout, self.length
-        packed = np.zeros((self.batch_rows, length + 1), layout.dtype)  # what is not filled is no target
+        packed = np.zeros((self.batch_rows, length + 1), layout.dtype)  # places that are not filled are no targets
         carries = np.zeros(self.batch_rows, dtype=bool)
         for i in range(self.batch_rows):
             window = self.window(first_row + i)
@@ -134,34 +133,38 @@ class Loader:
                 self.stream.read_into(packed[i], window * length)
                 carries[i] = self._carries(first_row + i)
         starts = layout.starts(packed)
-        return unpack(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
+        return make_batch(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches one after another; `next_row` moves on when a batch is handed over, not when it is read ahead."""
+        """Batches one after another. `next_row` changes when a batch is given, not when it is read ahead. Batches that
+        were read ahead of another row, before a `seek`, are dropped."""
         if self.config.workers == 0:
             while True:
                 batch = self.read(self.next_row)
                 self.next_row += self.batch_rows
                 yield batch
-        waiting: deque[Future[Batch]] = deque()
-        ahead = self.next_row
+        ahead: deque[Future[Batch]] = deque()
+        first = self.next_row  # of the batches ahead
         pool = ThreadPoolExecutor(self.config.workers, thread_name_prefix="loader")
         try:
             while True:
-                while len(waiting) < self.config.prefetch:
-                    waiting.append(pool.submit(self.read, ahead))
-                    ahead += self.batch_rows
-                batch = waiting.popleft().result()
-                self.next_row += self.batch_rows
+                if first != self.next_row:
+                    while ahead:
+                        ahead.popleft().cancel()
+                    first = self.next_row
+                while len(ahead) < self.config.prefetch:
+                    ahead.append(pool.submit(self.read, first + len(ahead) * self.batch_rows))
+                batch = ahead.popleft().result()
+                first = self.next_row = first + self.batch_rows
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def unpack(
+def make_batch(
     tokens: NDArray[Any], starts: NDArray[np.bool_], is_target: NDArray[np.bool_], carries: NDArray[np.bool_]
 ) -> Batch:
-    """A batch of L inputs from L+1 tokens (B, L+1)."""
+    """A batch of L inputs and L targets from rows of L+1 tokens (B, L+1)."""
     wide = torch.from_numpy(tokens.astype(np.int64))
     return Batch(
         tokens=wide[:, :-1],
@@ -174,7 +177,7 @@ def unpack(
 
 @dataclass(frozen=True)
 class Mix:
-    """The windows of each source, and how many rows of an epoch are drawn from them."""
+    """The windows of each source, and how many rows of an epoch come from it."""
 
     begins: tuple[int, ...]  # first window of each source, and the number of all
     rows: tuple[int, ...]
@@ -182,7 +185,7 @@ class Mix:
     @classmethod
     def of(cls, stream: TokenStream, config: DataConfig, num_windows: int) -> Mix:
         found = [source.get("tokens", {}).get(stream.split) for source in stream.index.sources.values()]
-        tokens = [count for count in found if count is not None]  # a file of others' tokens is of one split alone
+        tokens = [count for count in found if count is not None]  # a file of tokens may belong to one split
         if sum(tokens) != len(stream):
             raise ShardError(f"{stream.folder} does not say where its sources lie; prepare the data again")
         if config.mix and len(config.mix) != len(tokens):
@@ -205,12 +208,12 @@ class Mix:
         return cls(tuple(begins), tuple(rows.tolist()))
 
     def window(self, place: int, epoch: int, seed: int) -> int:
-        """The window for a place among all rows of an epoch, dealt out source by source."""
+        """The window for a place among the rows of an epoch, which are counted source by source."""
         for source, (count, begin) in enumerate(zip(self.rows, self.begins, strict=False)):
             if place < count:
                 size = self.begins[source + 1] - begin
                 turn, number = divmod(epoch * count + place, size)
-                return begin + permute(number, size, _mix(seed ^ (source + 1)), turn)
+                return begin + permute(number, size, _hash64(seed ^ (source + 1)), turn)
             place -= count
         raise AssertionError("a place beyond the epoch")
 
@@ -225,8 +228,8 @@ def _by_size(tokens: list[int], temperature: float) -> list[float]:
 _MASK = 2**64 - 1
 
 
-def _mix(value: int) -> int:
-    """64 bits, thoroughly stirred."""
+def _hash64(value: int) -> int:
+    """A hash of 64 bits (splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -234,17 +237,17 @@ def _mix(value: int) -> int:
 
 
 def permute(number: int, size: int, seed: int, epoch: int) -> int:
-    """Where `number` of 0…size-1 goes in the permutation of (seed, epoch): without a table, so of any size.
+    """The place of `number` in the permutation of 0…size-1 for (seed, epoch). It needs no table, so any size will do.
 
-    A Feistel network permutes the next power of four; numbers that fall outside are sent through again.
+    A Feistel network permutes the next power of four; a result outside 0…size-1 is permuted again.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    key = _mix(_mix(seed) ^ epoch)
+    key = _hash64(_hash64(seed) ^ epoch)
     while True:
         left, right = number >> half, number & mask
         for turn in range(4):
-            left, right = right, left ^ (_mix(key ^ (turn << 32) ^ right) & mask)
+            left, right = right, left ^ (_hash64(key ^ (turn << 32) ^ right) & mask)
         number = (left << half) | right
         if number < size:
             return number

@@ -1,46 +1,43 @@
-"""Reading: from a file to the parts of its documents, whatever its format, without trusting it.
+"""Reading: the text of a file of any format, as the parts of its documents. Files are not trusted.
 
-The name says which reader a file is for; the first bytes say where the name lies. Formats whose parsers are large, or
-written in C, are read in a process of their own (data/isolated.py), which a hostile file may crash, fill or hold up.
+The name of a file decides its reader. Where the name is not known, the first bytes tell binary files from text. Formats
+with large parsers, or parsers in C, are read in a child process (data/isolated.py), which a hostile file may crash.
 """
 
 from __future__ import annotations
 
 import importlib
-import secrets
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..files import UserError
-from ..progress import say
 from . import datasets, isolated
-from .documents import Note, Part, Unreadable, unheard, unreadable
-from .functions import UnknownValueError, describe
+from .documents import Note, TextPart, Unreadable, no_note, unreadable
 from .readers import names, packed, records, text
 from .sources import SourceFile
 
-Unit = SourceFile | datasets.Slice  # what is read in one go
-Own = Callable[[Path], Iterable[str]]  # a person's own reader: a path to the texts of its documents
+Unit = SourceFile | datasets.Slice  # a file, or some rows of a dataset
+OwnReader = Callable[[Path], Iterable[str]]  # a person's own reader: takes a path, returns the texts
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a file is called in reports, the function of data/readers that reads it, and where that runs."""
+    """A format of files, and how it is read."""
 
-    kind: str
-    function: str
+    kind: str  # its name in reports
+    function: str  # of data/readers
     is_isolated: bool = True
     has_records: bool = False  # many documents in a file
-    is_text_too: bool = False  # where records have no text of their own, the file is read as it stands
+    is_text_too: bool = False  # if records have no text column, the file is read as plain text
 
 
 NO_TEXT = "no text column"
-LINES = (".jsonl", ".ndjson")  # which are read from beginning to end, so that compressed ones need no room
+LINES = (".jsonl", ".ndjson")  # read from beginning to end: compressed ones are not unpacked to disk
 FORMATS = {
     ".pdf": Format("PDF", "pdf.read"),
     **dict.fromkeys((".html", ".htm", ".xhtml"), Format("HTML", "html.read")),
@@ -56,7 +53,7 @@ FORMATS = {
     ".parquet": Format("Parquet", "records.parquet", has_records=True),
     **dict.fromkeys((".arrow", ".feather"), Format("Arrow", "records.arrow", has_records=True)),
 }
-# First bytes of what is never text, and what to call it.
+# First bytes of files that are never text, and their names in reports.
 BINARIES = (
     (b"%PDF-", "a PDF"), (b"PK\x03\x04", "a zip archive"), (b"\x1f\x8b", "a gzip archive"), (b"\x89PNG", "an image"),
     (b"\xff\xd8\xff", "an image"), (b"GIF8", "an image"), (b"\x7fELF", "a program"), (b"MZ\x90", "a program"),
@@ -67,13 +64,13 @@ BINARIES = (
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read: with a person's own readers by suffix, and which columns of records are text."""
+    """How files are read: a person's own readers by suffix, and the text column of records."""
 
-    own: Mapping[str, Own] = field(default_factory=dict)
+    own: Mapping[str, OwnReader] = field(default_factory=dict)
     text_column: str | None = None
 
     def kind_of(self, file: Unit) -> str:
-        """What a file is called in reports."""
+        """The name of a file's format in reports."""
         if isinstance(file, datasets.Slice):
             return "dataset"
         name = file.name
@@ -98,10 +95,10 @@ class Reading:
         return found is not None and found.has_records
 
     def parts_of_all(
-        self, files: Iterable[Unit], workers: int, note: Note = unheard
-    ) -> Iterator[tuple[Unit, Iterator[Part]]]:
-        """The parts of each file in order; those that other processes read are read ahead, several at a time."""
-        waiting: deque[tuple[Unit, Future[Iterator[Part]] | None]] = deque()
+        self, files: Iterable[Unit], workers: int, note: Note = no_note
+    ) -> Iterator[tuple[Unit, Iterator[TextPart]]]:
+        """The parts of each file, in order. Files that other processes read are read ahead, several at a time."""
+        waiting: deque[tuple[Unit, Future[Iterator[TextPart]] | None]] = deque()
         readers = isolated.Readers()
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="read") as pool:
             try:
@@ -116,18 +113,18 @@ class Reading:
                 while waiting:
                     yield self._next(waiting, note)
             except BaseException:
-                readers.stop()  # what they are at is of no more use
+                readers.stop()  # their results are not needed any more
                 raise
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _next(
-        self, waiting: deque[tuple[Unit, Future[Iterator[Part]] | None]], note: Note
-    ) -> tuple[Unit, Iterator[Part]]:
+        self, waiting: deque[tuple[Unit, Future[Iterator[TextPart]] | None]], note: Note
+    ) -> tuple[Unit, Iterator[TextPart]]:
         file, ahead = waiting.popleft()
         return file, self._ahead(file, ahead.result()) if ahead else self.parts(file, note)
 
-    def _ahead(self, file: Unit, parts: Iterator[Part]) -> Iterator[Part]:
+    def _ahead(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
         try:
             with file.path.open("rb") as stream:
                 yield from self._or_as_it_stands(parts, stream, FORMATS[file.path.suffix.lower()])
@@ -139,8 +136,8 @@ class Reading:
         chosen = FORMATS.get(suffix) if isinstance(file, SourceFile) else None
         return chosen.function if chosen and chosen.is_isolated and suffix not in self.own else None
 
-    def parts(self, file: Unit, note: Note = unheard) -> Iterator[Part]:
-        """The parts of all documents of a file. `note` hears of what is passed over inside it."""
+    def parts(self, file: Unit, note: Note = no_note) -> Iterator[TextPart]:
+        """The parts of all documents of a file. `note` is called for what is skipped inside it."""
         if isinstance(file, datasets.Slice):
             yield from records.rows(datasets.rows(file), self.text_column, note)
             return
@@ -159,7 +156,7 @@ class Reading:
         except OSError as error:
             raise unreadable(error) from None
 
-    def _read(self, stream: BinaryIO, path: Path, name: str, note: Note) -> Iterator[Part]:
+    def _read(self, stream: BinaryIO, path: Path, name: str, note: Note) -> Iterator[TextPart]:
         chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
         if chosen is None:
             head = stream.read(16)
@@ -176,20 +173,20 @@ class Reading:
             )
             yield from self._or_as_it_stands(found, stream, chosen)
 
-    def _or_as_it_stands(self, parts: Iterator[Part], stream: BinaryIO, chosen: Format) -> Iterator[Part]:
-        """The parts; or all of the file, where it is a table or settings, and none of it was asked for by name."""
-        nothing_yet = True
+    def _or_as_it_stands(self, parts: Iterator[TextPart], stream: BinaryIO, chosen: Format) -> Iterator[TextPart]:
+        """The parts; or the whole file as text, if no column was named and it may be read as plain text."""
+        is_empty = True
         try:
             for part in parts:
-                nothing_yet = False
+                is_empty = False
                 yield part
         except Unreadable as reason:
-            if not str(reason).startswith(NO_TEXT) or not (nothing_yet and chosen.is_text_too) or self.text_column:
+            if not str(reason).startswith(NO_TEXT) or not (is_empty and chosen.is_text_too) or self.text_column:
                 raise
             stream.seek(0)
             yield from text.read(stream)
 
-    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Iterator[Part]:
+    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Iterator[TextPart]:
         found = False
         for inner, content in packed.unpack(stream, name):
             place = f"{name}/{inner}"
@@ -208,12 +205,12 @@ class Reading:
         if not found:
             raise Unreadable("holds no text")
 
-    def _inner(self, stream: BinaryIO, name: str, note: Note) -> Iterator[Part]:
+    def _inner(self, stream: BinaryIO, name: str, note: Note) -> Iterator[TextPart]:
         chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
         if chosen is None or not chosen.is_isolated:
             yield from self._read(stream, Path(name), name, note)
             return
-        with tempfile.TemporaryFile() as copy:  # which has a descriptor for another process
+        with tempfile.TemporaryFile() as copy:  # the other process needs a descriptor
             while block := stream.read(2**20):
                 copy.write(block)
             copy.flush()
@@ -221,15 +218,15 @@ class Reading:
             yield from self._or_as_it_stands(found, stream, chosen)
 
 
-def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = unheard) -> Iterator[Part]:
+def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = no_note) -> Iterator[TextPart]:
     """Read with a function of data/readers, such as "pdf.read"."""
     module, name = function.split(".")
     reader = getattr(importlib.import_module(f".readers.{module}", __package__), name)
-    parts: Iterator[Part] = reader(stream, text_column, note) if module == "records" else reader(stream)
+    parts: Iterator[TextPart] = reader(stream, text_column, note) if module == "records" else reader(stream)
     return parts
 
 
-def _own_parts(own: Own, path: Path) -> Iterator[Part]:
+def _own_parts(own: OwnReader, path: Path) -> Iterator[TextPart]:
     texts = own(path)
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise UserError(f"the reader for {path.suffix} gave {type(texts).__name__} for {path}; need a list of texts")
@@ -238,20 +235,10 @@ def _own_parts(own: Own, path: Path) -> Iterator[Part]:
             raise UserError(
                 f"the reader for {path.suffix} gave {type(one).__name__} among the texts of {path}; need str"
             )
-        yield Part(one)
+        yield TextPart(one)
 
 
-def named(function: Callable[..., Any]) -> str:
-    """What tells one function from another, in every process alike; a new name each time where that cannot be told."""
-    try:
-        return describe(function)
-    except (UnknownValueError, RecursionError) as problem:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        say(f"{name} uses {problem}, which may have changed since: work that was done with it before is done again")
-        return secrets.token_hex(16)
-
-
-def check_readers(own: Mapping[str, Own]) -> None:
+def check_readers(own: Mapping[str, OwnReader]) -> None:
     for suffix, reader in own.items():
         if not suffix.startswith(".") or suffix != suffix.lower() or not callable(reader):
             raise UserError(

@@ -1,7 +1,7 @@
-"""Separators: a marker such as <|endoftext|> that stands between the documents of one file.
+"""Separators: markers such as <|endoftext|> between the documents of one file.
 
-With a separator, text is cut wherever it stands, part by part, so that neither file nor document has to fit in memory.
-Without one, well-known markers are counted, since a tokenizer would take them for letters of the text.
+With a separator, text is cut wherever it stands, part by part: neither a file nor a document has to fit in memory.
+Without one, well-known markers are counted, because a tokenizer reads them as letters of the text.
 """
 
 from __future__ import annotations
@@ -11,35 +11,27 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..files import UserError
-from .documents import Part, Unreadable
+from .documents import TextPart, Unreadable
 from .tokenize import END_NAMES, END_OF_TEXT
 
-KEPT = "none"  # in place of a separator: markers are letters of the text, and nobody is told
-# <|endoftext|> is looked for everywhere, the others alone on a line: some of them have a meaning in other texts.
+KEPT = "none"  # as a separator: nothing is cut, and markers are not reported
+# <|endoftext|> counts everywhere, the others alone on a line: some of them have a meaning in other texts.
 ALONE = (*(name for name in END_NAMES if name != END_OF_TEXT), "<|eot_id|>", "<|im_end|>", "<s>", "<bos>", "<doc>")
 MARKER = re.compile(rf"{re.escape(END_OF_TEXT)}|(?<![^\n])(?:{'|'.join(map(re.escape, ALONE))})(?![^\n])")
-REACH = 32  # characters that hold any marker and what stands after it
-HELD = 2**16  # characters of newlines or of white space that are held back, to see what follows
-LOOKED_AT = 2**22  # characters in which a file's first separator is looked for
+REACH = 32  # characters: the longest marker, and one after it
+HELD = 2**16  # characters of white space that are held back until the next text is known
+LOOKED_AT = 2**22  # characters in which the first separator of a file is searched
 
 
-def check_separator(separator: str | None) -> str | None:
-    """The separator that was meant: None to look for one, or KEPT. A backslash and n stand for a newline."""
-    if separator is None:
-        return None
-    found = separator.replace("\\n", "\n").replace("\\t", "\t")
-    if not found:
-        raise UserError(f"the separator is empty; give the text between documents, or {KEPT} to cut nowhere")
-    if len(found) > HELD:
-        raise UserError(f"the separator has {len(found)} characters; need at most {HELD}")
-    return found
+def unescaped(separator: str) -> str:
+    """A separator as it stands in text: a person writes a newline as a backslash and n, a tab as a backslash and t."""
+    return separator.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def cut(parts: Iterable[Part], separator: str, found: Counter[str] | None = None) -> Iterator[Part]:
-    """The same text with a document ending wherever the separator stands, in text that is learned. The separator goes,
-    and so do newlines next to it and documents without a word between two of them. `found` counts separators."""
-    document = _Document(separator, Counter() if found is None else found)
+def cut_at(parts: Iterable[TextPart], separator: str, found: Counter[str] | None = None) -> Iterator[TextPart]:
+    """The same text, cut into documents wherever the separator stands in text that is learned. Separators are removed,
+    with the newlines next to them, and so are documents without a word. `found` counts the separators."""
+    document = _Cutter(separator, Counter() if found is None else found)
     try:
         for part in parts:
             yield from document.take(part)
@@ -49,21 +41,21 @@ def cut(parts: Iterable[Part], separator: str, found: Counter[str] | None = None
     yield from document.flush()
 
 
-class _Document:
-    """The document that is being cut. What may belong to a separator is held back, and the last part too, until it is
-    known whether the document ends with it."""
+class _Cutter:
+    """Cuts parts into documents. It holds back text that may belong to a separator, and the last part until it is known
+    whether the document ends there."""
 
     def __init__(self, separator: str, found: Counter[str]) -> None:
         self.separator, self.found = separator, found
         self._begin(after_separator=False)
-        self.held = ""  # learned text that was not looked at in full: newlines, and the beginning of a separator
+        self.held = ""  # learned text that is not certain yet: newlines, and the beginning of a separator
 
     def _begin(self, *, after_separator: bool) -> None:
         self.after_separator = after_separator
-        self.blank = ""  # white space that the document begins with
-        self.waiting: Part | None = None
+        self.blank = ""  # white space at the beginning of the document
+        self.waiting: TextPart | None = None
 
-    def take(self, part: Part) -> Iterator[Part]:
+    def take(self, part: TextPart) -> Iterator[TextPart]:
         if part.learn:
             *before, rest = (self.held + part.text).split(self.separator)
             self.found[self.separator] += len(before)
@@ -78,17 +70,17 @@ class _Document:
         if part.ends:
             yield from self._end(at_separator=False)
 
-    def flush(self) -> Iterator[Part]:
-        """What is left of a file that ends in the middle of a document."""
+    def flush(self) -> Iterator[TextPart]:
+        """The rest of a file that ends in the middle of a document."""
         yield from self._write_held()
         if self.blank and not self.after_separator:
-            yield Part(self.blank, ends=False)
+            yield TextPart(self.blank, ends=False)
         if self.waiting is not None:
             yield self.waiting
         self._begin(after_separator=False)
 
     def _certain(self, text: str) -> int:
-        """How much of a text is no part of a separator, nor of the newlines before one."""
+        """How many characters cannot belong to a separator, or to the newlines before one."""
         at = len(text)
         for size in range(min(len(self.separator) - 1, len(text)), 0, -1):
             if text.endswith(self.separator[:size]):
@@ -96,11 +88,11 @@ class _Document:
                 break
         return max(len(text[:at].rstrip("\n")), at - HELD)
 
-    def _write_held(self) -> Iterator[Part]:
+    def _write_held(self) -> Iterator[TextPart]:
         held, self.held = self.held, ""
         yield from self._write(held, True)
 
-    def _write(self, text: str, learn: bool) -> Iterator[Part]:
+    def _write(self, text: str, learn: bool) -> Iterator[TextPart]:
         if self.waiting is not None and not text:
             return
         if self.waiting is None and learn:
@@ -111,27 +103,27 @@ class _Document:
                 self.blank = text
                 return
         elif self.blank:
-            self.waiting = Part(self.blank, ends=False)
+            self.waiting = TextPart(self.blank, ends=False)
         self.blank = ""
         if self.waiting is not None:
             yield self.waiting
-        self.waiting = Part(text, learn, ends=False)
+        self.waiting = TextPart(text, learn, ends=False)
 
-    def _end(self, *, at_separator: bool) -> Iterator[Part]:
+    def _end(self, *, at_separator: bool) -> Iterator[TextPart]:
         if self.waiting is not None:
-            yield Part(self.waiting.text, self.waiting.learn)
+            yield TextPart(self.waiting.text, self.waiting.learn)
         elif not at_separator and not self.after_separator:
-            yield Part(self.blank)  # no separator is near: it stays as it was
+            yield TextPart(self.blank)  # no separator next to it: it stays as it is
         self._begin(after_separator=at_separator)
 
 
-def has_several(parts: Iterator[Part]) -> tuple[bool, Iterator[Part]]:
-    """Whether a file has more than one document, as far as the first LOOKED_AT characters say; and its parts."""
-    seen: list[Part] = []
+def has_several(parts: Iterator[TextPart]) -> tuple[bool, Iterator[TextPart]]:
+    """Whether a file has more than one document in its first LOOKED_AT characters; and its parts."""
+    seen: list[TextPart] = []
     size = 0
     problem: list[Unreadable] = []
 
-    def all_parts() -> Iterator[Part]:
+    def all_parts() -> Iterator[TextPart]:
         yield from seen
         if problem:
             raise problem[0]
@@ -150,9 +142,9 @@ def has_several(parts: Iterator[Part]) -> tuple[bool, Iterator[Part]]:
     return False, all_parts()
 
 
-def watched(parts: Iterable[Part], found: Counter[str]) -> Iterator[Part]:
-    """The same parts; all well-known markers in them are counted, across the borders of parts too."""
-    before = ""  # of the same document: one character, and those whose markers were not counted yet
+def count_markers(parts: Iterable[TextPart], found: Counter[str]) -> Iterator[TextPart]:
+    """The same parts. All well-known markers in them are counted, also those that lie across two parts."""
+    before = ""  # of the same document: one character, and the text whose markers are not counted yet
     is_new = True
     for part in parts:
         text = before + part.text

@@ -35,9 +35,9 @@ FORMAT, VERSION = "mambakit-shards", 1
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS = ("train", "val")
 LARGEST_TOKEN = 2**20  # bytes of text
-LARGEST_READ = 2**30  # bytes in one go
+LARGEST_READ = 2**30  # bytes at once
 MOST_OPEN = 256  # files of a stream; a process may often have 1024 open
-SHOWN_BYTES = 2**30  # to be read through, from which on it is said
+SHOWN_BYTES = 2**30  # a check of more bytes shows its progress
 Tokens = NDArray[np.int64]
 
 
@@ -46,8 +46,8 @@ class ShardError(UserError):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one token is laid out in an integer: id in the low bits, then position, then the loss bit."""
+class TokenLayout:
+    """How a token is stored in an integer: id in the low bits, then position, then the loss bit."""
 
     name: str
     dtype: np.dtype[Any]
@@ -86,7 +86,7 @@ class Layout:
         return marked
 
     def starts(self, packed: NDArray[Any]) -> NDArray[np.bool_]:
-        """Where documents start, along the last axis; the first element is compared with nothing and is False."""
+        """Where documents start, along the last axis. The first element has none before it, and is False."""
         positions = self.positions(packed)
         here, before = positions[..., 1:], positions[..., :-1]
         goes_on = (here == before + 1) | ((here == self.max_position) & (before == self.max_position))
@@ -97,8 +97,8 @@ class Layout:
 
 
 LAYOUTS = {
-    "packed32": Layout("packed32", np.dtype("<i4"), 16, 14),
-    "wide64": Layout("wide64", np.dtype("<i8"), 32, 30),
+    "packed32": TokenLayout("packed32", np.dtype("<i4"), 16, 14),
+    "wide64": TokenLayout("wide64", np.dtype("<i8"), 32, 30),
 }
 
 
@@ -150,11 +150,11 @@ class Index(Settings):
 
 
 def is_shards(path: Path) -> bool:
-    """Whether a folder says that it holds shards; a folder of text may have an index.json of its own."""
+    """Whether a folder holds shards. A folder of text may have an index.json of its own."""
     try:
         return (path / INDEX).is_file() and read_json(path / INDEX).get("format") == FORMAT
     except UserError:
-        return any(path.glob("train-*.bin"))  # a broken index is told by whoever reads it
+        return any(path.glob("train-*.bin"))  # who reads the index reports that it is broken
 
 
 def read_index(folder: Path) -> Index:
@@ -176,7 +176,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _contradictions(index: Index) -> Iterator[str]:
-    """What cannot be, whatever the tokens are."""
+    """What is impossible, whatever the tokens are."""
     for name in SPLITS:
         counts, tokens = index.counts[name], sum(shard.tokens for shard in index.shards[name])
         if counts.tokens != tokens:
@@ -217,7 +217,7 @@ def shard_name(split: str, number: int) -> str:
 class ShardWriter:
     """Writes one split, starting a new file whenever one is full. As a context, it closes its file after an error."""
 
-    def __init__(self, folder: Path, split: str, layout: Layout, shard_tokens: int, first: int = 0) -> None:
+    def __init__(self, folder: Path, split: str, layout: TokenLayout, shard_tokens: int, first: int = 0) -> None:
         self.folder, self.split, self.layout, self.shard_tokens, self.first = folder, split, layout, shard_tokens, first
         self.shards: list[Shard] = []
         self._begin()
@@ -256,10 +256,10 @@ class ShardWriter:
 
 
 class TokenStream:
-    """All tokens of a split as one long array. Files are read, not mapped into memory: one that is cut short under a
-    mapping would end the process (SIGBUS).
+    """All tokens of a split as one long array. Files are read, not mapped into memory: when a mapped file becomes
+    shorter, the process is killed (SIGBUS).
 
-    Opening it sees that every file is the one that the index describes: by its size, and by a checksum, which is
+    Opening it checks that every file is the one that the index describes, by its size and a checksum. The checksum is
     computed once and remembered (`files.is_intact`).
     """
 
@@ -275,7 +275,7 @@ class TokenStream:
         self._ends = [0, *itertools.accumulate(shard.tokens for shard in self.shards)]
 
     def _check_size(self, shard: Shard) -> int:
-        """See that a file is as long as it should be; its inode, by which it is known again."""
+        """Check the size of a file. Returns its inode, which must stay the same."""
         path = self.folder / shard.file
         state = path.stat() if path.is_file() else None
         size = state.st_size if state else 0
@@ -314,7 +314,7 @@ class TokenStream:
     def _changed(self, shard: Shard) -> ShardError:
         path = _name(self.folder / shard.file)
         if shard.modified is not None:  # another program's
-            return ShardError(f"{path} has changed since it was taken over; put it back, or begin a new run on it")
+            return ShardError(f"{path} has changed since it was first read; put it back, or begin a new run on it")
         return ShardError(
             f"{path} is not what was written: its checksum differs from the index's; put it back, or prepare the data "
             "again"
@@ -372,7 +372,7 @@ class TokenStream:
 
 
 class _OpenFile:
-    """A file that several threads read; closed when the last of them has let go of it."""
+    """A file that several threads read. It is closed when no thread has a reference to it."""
 
     def __init__(self, path: Path, inode: int) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
@@ -381,7 +381,7 @@ class _OpenFile:
         self._turn = threading.Lock()
 
     def read(self, place: int, out: memoryview) -> int:
-        """Fill `out` from `place` on; how many bytes there were, at least one but at the end of the file."""
+        """Fill `out` from `place` on. Returns the number of bytes, which is 0 only at the end of the file."""
         if hasattr(os, "preadv"):
             return os.preadv(self._descriptor, [out[:LARGEST_READ]], place)
         with self._turn:  # Windows and macOS before 11
@@ -396,7 +396,7 @@ class _OpenFile:
 
 
 def remove_damaged(folder: Path) -> None:
-    """Take away a folder of the cache, which can be made again, unless it is whole."""
+    """Remove a folder of the cache if it is damaged; it can be made again."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     try:
@@ -410,12 +410,12 @@ def remove_damaged(folder: Path) -> None:
 
 
 def _name(path: Path) -> str:
-    """A file, and where it is if it lies elsewhere."""
+    """The path of a file; of a link, also where it leads."""
     return f"{path} ({path.readlink()})" if path.is_symlink() else str(path)
 
 
 def verify(folder: Path) -> Iterator[str]:
-    """Read everything, and yield what is wrong with it, a line each."""
+    """Read everything, and yield a line for each problem."""
     try:
         index = read_index(folder)
     except ShardError as error:
@@ -444,7 +444,7 @@ def verify(folder: Path) -> Iterator[str]:
 
 
 def _verify_content(stream: TokenStream) -> Iterator[str]:
-    """Ids, and the counts of the index."""
+    """Check the token ids, and the counts of the index."""
     documents = targets = 0
     for packed, starts in stream.documents():
         documents += starts

@@ -1,4 +1,4 @@
-"""Sources: the files that a person names, one by one and in an order that is always the same."""
+"""Sources: the files that a person names, one by one, always in the same order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..files import UserError
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read. `name` is its path within its source, which stays when the source moves."""
+    """A file to read. `name` is its path inside its source, which stays the same when the source moves."""
 
     path: Path
     name: str
@@ -37,8 +37,8 @@ class Skipped:
 
 
 def list_files(source: str, leave_out: Path | None = None) -> Iterator[SourceFile | Skipped]:
-    """All files of a source, sorted. Hidden files and folders are passed over, as is the folder `leave_out`; links to
-    folders are not followed, nor are links that lead out of the source."""
+    """All files of a source, sorted. Hidden files and folders and the folder `leave_out` are skipped. Links to folders
+    and links that lead out of the source are not followed."""
     path = Path(source)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
@@ -68,7 +68,7 @@ def _walk(root: Path, leave_out: str | None) -> Iterator[SourceFile | Skipped]:
             else:
                 inside = [found for found in os.scandir(path) if not found.name.startswith(".")]
                 waiting += sorted(inside, key=lambda found: found.name, reverse=True)
-        except OSError as error:  # a link to itself, a folder that is closed to us, a path that is too long
+        except OSError as error:  # a link to itself, a folder without permission, a path that is too long
             yield Skipped(path, f"cannot be read: {error.strerror}")
 
 
@@ -84,7 +84,7 @@ def _file(entry: os.DirEntry[str], root: Path) -> SourceFile | Skipped:
 
 
 def own_folder(folder: Path) -> str | None:
-    """What mambakit has made of a folder, whose files are no text of a person's; None for any other."""
+    """What a folder is if mambakit made it: its files are not a person's text. None for any other folder."""
     if os.path.isdir(folder / "checkpoints") and os.path.isfile(folder / "metrics.jsonl"):
         return "a run of mambakit"
     for name, mark, what in (

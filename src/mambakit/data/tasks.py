@@ -1,8 +1,8 @@
-"""Tasks: the work of preparing text, cut so that each part can be done, lost and done again by itself.
+"""Tasks: the work of preparing text, cut into parts that can be done, lost and done again one by one.
 
-A task is some files of a source. What it writes depends on those files and the settings alone, so the parts of many
-machines, put together in order, are what one machine would have written. A task is named by all that goes into it: one
-that is done is not done again, and one whose files have changed is another task.
+A task is some files of a source. Its result depends on those files and the settings alone: the results of many
+machines, put together in order, are what one machine writes. The name of a task is a hash of all that its result
+depends on. So a task that is done is not done again, and a task whose files have changed has another name.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from tokenizers import Tokenizer
 from ..files import UserError, checksum, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
 from .datasets import Slice
-from .documents import Note, Part, Unreadable, unheard
-from .holding_out import FEW, Piece, Survey, documents_of, limit_of, pieces
+from .documents import TextPart, Unreadable
+from .holding_out import FEW, SplitPiece, Survey, documents_of, limit_of, split_pieces
 from .readers.packed import is_packed
 from .reading import Reading, Unit
-from .separators import cut as cut_at
-from .separators import has_several, watched
-from .shards import LAYOUTS, SPLITS, Layout, ShardWriter, SplitCounts
+from .separators import count_markers, cut_at, has_several
+from .shards import LAYOUTS, SPLITS, ShardWriter, SplitCounts, TokenLayout
 from .sources import Skipped
 from .tokenize import Encoder, encode_all, end_of
 
-READERS = 2  # which text files give: to be raised when they give another, so that older work is not used again
+READERS = 2  # version of the readers: raise it when they give other text, so that older work is not used again
 TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
-MOST_LISTED = 1000  # of what is passed over inside the files of a task; all of it is counted
-USUAL_RATIO = 4  # of text to what it is compressed to, for bars of progress
-REPORT, DONE = "task.json", "done.json"  # the last one has the checksums of the others
-SMALL_BYTES = 2**24  # a source up to here is read once more, to hold out something of it for certain
+MOST_LISTED = 1000  # skipped places inside the files of a task that are listed; all are counted
+USUAL_RATIO = 4  # of text to its compressed size, for progress bars
+REPORT, DONE = "task.json", "done.json"  # done.json has the checksums of the other files
+Advance = Callable[[int], None]  # called with the number of bytes that were read
+SMALL_BYTES = 2**24  # a source up to this size is read once more, to make sure that some of it is held out
 
 
 @dataclass
 class Source:
-    """A source: its files, and those that were passed over already."""
+    """A source: its files, and the files that were skipped when they were listed."""
 
     name: str
     files: list[Unit] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    limit: float = 0.0  # draws below are held out
-    surveys: list[tuple[Unit, Survey, bool]] = field(default_factory=list)  # files of a small source; whether cut up
+    limit: float = 0.0  # documents whose hash is below it are held out
+    surveys: list[tuple[Unit, Survey, bool]] = field(default_factory=list)  # bool: a separator has cut the file
 
     @property
     def num_bytes(self) -> int:
@@ -64,19 +64,19 @@ class Source:
         return self.name if self.name.startswith("hf:") else os.path.realpath(self.name)
 
     def has_few(self, val_fraction: float) -> bool:
-        """Whether so few files would be held out that blocks of them are."""
+        """Whether fewer than FEW files would be held out; then blocks of files are held out instead."""
         return 0 < len(self.files) * val_fraction < FEW
 
     def by_block(self, file: Unit, reading: Reading, val_fraction: float) -> bool:
-        """Whether blocks of a file are held out, and not the whole of it."""
+        """Whether blocks of a file are held out, not whole documents."""
         return self.has_few(val_fraction) and not reading.has_records(file)
 
     def survey(self, reading: Reading, separator: str | None) -> int:
-        """Read a small source, to know what it would hold out; how much text a source has, or about as much."""
+        """The bytes of text in a source, or about as many. A small source is read, to know what it would hold out."""
         if self.num_bytes > SMALL_BYTES:
             return self.num_bytes
         for file in self.files:
-            parts = _separated(reading.parts(file), separator)
+            parts = reading.parts(file) if separator is None else cut_at(reading.parts(file), separator)
             survey, is_cut = Survey(), False
             with contextlib.suppress(Unreadable):
                 if separator is not None:
@@ -96,13 +96,9 @@ class Source:
         self.surveys.clear()
 
 
-def _separated(parts: Iterator[Part], separator: str | None) -> Iterator[Part]:
-    return parts if separator is None else cut_at(parts, separator)
-
-
 @dataclass(frozen=True)
-class Settings:
-    """What the tokens of a task depend on, besides its files."""
+class TaskSettings:
+    """All that the tokens of a task depend on, besides its files."""
 
     version: str
     tokenizer: str  # as JSON
@@ -111,14 +107,13 @@ class Settings:
     reading: Reading
     cleaning: Cleaning = field(default_factory=Cleaning)
     separator: str | None = None
-    readers: Mapping[str, str] = field(default_factory=dict)  # what tells a person's own from others, by suffix
+    readers: Mapping[str, str] = field(default_factory=dict)  # by suffix: the key of a person's own reader
 
     @property
     def digest(self) -> str:
-        known = [
-            self.version, READERS, self.tokenizer, self.layout, self.val_fraction, self.reading.text_column,
-            self.readers, self.cleaning.known, *([] if self.separator is None else [self.separator]),
-        ]  # fmt: skip
+        text = [self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.readers]
+        separator = [] if self.separator is None else [self.separator]
+        known = [self.version, READERS, *text, self.cleaning.known, *separator]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
@@ -128,13 +123,13 @@ class Task:
 
     source: Source
     files: tuple[Unit, ...]
-    copies: frozenset[int] = frozenset()  # documents, counted from the task's first, that are left out as copies
+    copies: frozenset[int] = frozenset()  # numbers of the documents that are left out as copies
 
     @property
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files)
 
-    def key(self, settings: Settings) -> str:
+    def key(self, settings: TaskSettings) -> str:
         seen = hashlib.sha256(settings.digest.encode())
         seen.update(repr((self.source.limit, self.source.has_few(settings.val_fraction))).encode())
         seen.update(repr((self.source.place, sorted(self.copies))).encode(errors="surrogateescape"))
@@ -143,34 +138,31 @@ class Task:
         return seen.hexdigest()[:32]
 
     def pieces(
-        self, settings: Settings, skip: Callable[[Unit, str], None], note: Note = unheard,
-        advance: Callable[[int], None] = lambda _: None, workers: int = 1, cuts: Cuts | None = None,
-    ) -> Iterator[tuple[Piece, bytes]]:  # fmt: skip
-        """All text of its files; `skip` hears of those that cannot be read, `note` of what is passed over inside, and
-        `advance` of how many bytes of files have been read, or about as many. `cuts` counts separators."""
+        self, settings: TaskSettings, report: TaskReport, advance: Advance = lambda _: None, workers: int = 1
+    ) -> Iterator[tuple[SplitPiece, bytes]]:
+        """All text of its files. `advance` is called with the bytes of files that were read, or about as many."""
         reading, number = settings.reading, itertools.count()
 
-        def choose(document: Iterator[Part]) -> Iterator[Part] | None:
+        def choose(document: Iterator[TextPart]) -> Iterator[TextPart] | None:
             reason, document = settings.cleaning.judge(document)
             reason = COPY if next(number) in self.copies else reason
             if reason is not None:
-                note(reason)
+                report.note(reason)
                 return None
             return document
 
-        for file, found in reading.parts_of_all(self.files, workers, note):
-            parts = _heard(found, file, skip, note)
+        for file, found in reading.parts_of_all(self.files, workers, report.note):
+            parts = report.unreadable(file, found)
             by_block = self.source.by_block(file, reading, settings.val_fraction)
             if settings.separator is not None:
-                parts = cut_at(parts, settings.separator, cuts.separators if cuts else None)
-            if settings.separator is not None and by_block:
-                is_cut, parts = has_several(parts)
-                by_block = not is_cut
-            if cuts is not None:
-                parts = cuts.watch(file, parts, by_block=by_block)
-            has_records = reading.has_records(file)
+                parts = cut_at(parts, settings.separator, report.separators)
+                if by_block:
+                    is_cut, parts = has_several(parts)
+                    by_block = not is_cut
+            report.by_block = report.by_block or by_block
+            parts, has_records = report.count_markers(file, parts), reading.has_records(file)
             left = file.size
-            for piece, data in pieces(
+            for piece, data in split_pieces(
                 parts, file.name, self.source.limit, by_block=by_block, has_records=has_records, choose=choose
             ):
                 yield piece, data
@@ -180,60 +172,89 @@ class Task:
             if not (isinstance(file, Slice) and file.is_guessed):
                 advance(left)
 
-    def fingerprints(self, settings: Settings, workers: int, advance: Callable[[int], None]) -> Prints:
-        """Of all its documents; zeros of those that are left out anyway."""
-        found = []
+    def fingerprints(self, settings: TaskSettings, workers: int, advance: Advance) -> Prints:
+        """The fingerprints of all its documents; zeros for a document that is left out anyway."""
+        found, report = [], TaskReport(self, settings.reading)
         for file, parts in settings.reading.parts_of_all(self.files, workers):
-            heard = _heard(parts, file, lambda *_: None, unheard)
-            for document in documents_of(_separated(heard, settings.separator)):
+            parts = report.unreadable(file, parts)
+            if settings.separator is not None:
+                parts = cut_at(parts, settings.separator)
+            for document in documents_of(parts):
                 reason, judged = settings.cleaning.judge(document)
                 found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
             advance(file.size)
         width = next((len(prints) for prints in found if prints is not None), 1)
-        return np.array([np.zeros(width) if prints is None else prints for prints in found], np.uint32).reshape(
-            -1, width
-        )
+        filled = [np.zeros(width) if prints is None else prints for prints in found]
+        return np.array(filled, np.uint32).reshape(-1, width)
 
 
 @dataclass
-class Cuts:
-    """Where the text of a task was cut, and where it has markers that are read as letters."""
+class TaskReport:
+    """What was found in the files of a task, besides their tokens."""
 
-    separators: Counter[str] = field(default_factory=Counter)
-    markers: dict[str, Counter[str]] = field(default_factory=dict)  # by file
+    task: Task
+    reading: Reading
+    strict: bool = False
+    skipped: list[list[str]] = field(default_factory=list)  # files: name, reason
+    inside: list[list[str]] = field(default_factory=list)  # places inside files: name, reason
+    notes: Counter[str] = field(default_factory=Counter)  # reasons why something inside files was skipped
+    separators: Counter[str] = field(default_factory=Counter)  # at which text was cut
+    markers: dict[str, Counter[str]] = field(default_factory=dict)  # that were read as text, by file
     by_block: bool = False  # whether any file was held out by blocks
 
-    def watch(self, file: Unit, parts: Iterator[Part], *, by_block: bool) -> Iterator[Part]:
-        self.by_block = self.by_block or by_block
+    def skip(self, file: Unit, reason: str) -> None:
+        if self.strict:
+            raise UserError(f"{file.path} cannot be read ({reason}), and --strict was given")
+        self.skipped.append([file.name, reason])
+
+    def note(self, reason: str, place: str = "") -> None:
+        if self.strict and place:
+            raise UserError(f"{self.task.source.name}: {place} cannot be read ({reason}), and --strict was given")
+        self.notes[reason] += 1
+        if place and len(self.inside) < MOST_LISTED:
+            self.inside.append([place, reason])
+
+    def unreadable(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
+        """The parts of a file up to where it cannot be read, which is reported."""
+        found = False
+        try:
+            for part in parts:
+                found = found or bool(part.text)
+                yield part
+            if not found:
+                self.skip(file, "empty")
+        except Unreadable as reason:
+            if found:
+                self.note(f"read in part: {reason}", file.name)
+            else:
+                self.skip(file, str(reason))
+
+    def count_markers(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
         found = Counter[str]()
-        yield from watched(parts, found)
+        yield from count_markers(parts, found)
         for marker, count in found.items():
             self.markers.setdefault(marker, Counter())[file.name] += count
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, counts: dict[str, SplitCounts]) -> dict[str, Any]:
+        skipped = {name for name, _ in self.skipped}
+        kinds = Counter(self.reading.kind_of(file) for file in self.task.files if file.name not in skipped)
         return {
-            marker: {"count": files.total(), "files": len(files), "first": next(iter(files))}
-            for marker, files in sorted(self.markers.items())
+            "counts": {split: count.model_dump() for split, count in counts.items()},
+            "skipped": self.skipped,
+            "inside": self.inside,
+            "notes": dict(sorted(self.notes.items())),
+            "kinds": dict(sorted(kinds.items())),
+            "separators": self.separators.total(),
+            "markers": {
+                marker: {"count": files.total(), "files": len(files), "first": next(iter(files))}
+                for marker, files in sorted(self.markers.items())
+            },
+            "by_block": self.by_block,
         }
 
 
-def _heard(parts: Iterator[Part], file: Unit, skip: Callable[[Unit, str], None], note: Note) -> Iterator[Part]:
-    found = False
-    try:
-        for part in parts:
-            found = found or bool(part.text)
-            yield part
-        if not found:
-            skip(file, "empty")
-    except Unreadable as reason:
-        if found:
-            note(f"read in part: {reason}", file.name)
-        else:
-            skip(file, str(reason))
-
-
-def cut(sources: Sequence[Source]) -> list[Task]:
-    """All tasks, in order. A file's name may end a task early, so that a new file changes few of them."""
+def cut_into_tasks(sources: Sequence[Source]) -> list[Task]:
+    """All tasks, in order. The hash of a file's name may end a task early, so that a new file changes few tasks."""
     tasks = []
     for source in sources:
         files: list[Unit] = []
@@ -250,52 +271,20 @@ def cut(sources: Sequence[Source]) -> list[Task]:
     return tasks
 
 
-def run(
-    task: Task, settings: Settings, tokenizer: Tokenizer, folder: Path, workers: int, strict: bool,
-    advance: Callable[[int], None],
-) -> None:  # fmt: skip
-    """Write a task's tokens and counts to `folder`, which appears only when it is whole."""
-    layout = LAYOUTS[settings.layout]
-    skipped: list[list[str]] = []
-    inside: list[list[str]] = []
-    notes: Counter[str] = Counter()
-    kinds: Counter[str] = Counter(settings.reading.kind_of(file) for file in task.files)
-
-    def skip(file: Unit, reason: str) -> None:
-        if strict:
-            raise UserError(f"{file.path} cannot be read ({reason}), and --strict was given")
-        skipped.append([file.name, reason])
-        kinds[settings.reading.kind_of(file)] -= 1
-
-    def note(reason: str, place: str = "") -> None:
-        if strict and place:
-            raise UserError(f"{task.source.name}: {place} cannot be read ({reason}), and --strict was given")
-        notes.update([reason])
-        if place and len(inside) < MOST_LISTED:
-            inside.append([place, reason])
-
-    cuts = Cuts()
+def run_task(
+    task: Task, settings: TaskSettings, tokenizer: Tokenizer, folder: Path, workers: int, strict: bool, advance: Advance
+) -> None:
+    """Write a task's tokens and counts to `folder`, which appears only when it is complete."""
+    report = TaskReport(task, settings.reading, strict)
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        found = task.pieces(settings, skip, note, advance, workers, cuts)
-        counts = _write(found, tokenizer, layout, beside, workers)
-        write_json(
-            beside / REPORT,
-            {
-                "counts": {split: count.model_dump() for split, count in counts.items()},
-                "skipped": skipped,
-                "inside": inside,
-                "notes": dict(sorted(notes.items())),
-                "kinds": dict(sorted((kind, count) for kind, count in kinds.items() if count)),
-                "separators": cuts.separators.total(),
-                "markers": cuts.to_json(),
-                "by_block": cuts.by_block,
-            },
-        )
+        pieces = task.pieces(settings, report, advance, workers)
+        counts = _write(pieces, tokenizer, LAYOUTS[settings.layout], beside, workers)
+        write_json(beside / REPORT, report.to_json(counts))
         write_json(beside / DONE, {path.name: checksum(path) for path in sorted(beside.iterdir())})
         for path in (*beside.iterdir(), beside):
             sync(path)
-        if folder.exists() and not is_done(folder):  # what a lost disk or a person left of it
+        if folder.exists() and not is_done(folder):  # damaged by a disk or a person
             shutil.rmtree(folder)
         try:
             beside.rename(folder)
@@ -308,7 +297,7 @@ def run(
 
 
 def is_done(folder: Path) -> bool:
-    """Whether all that a task writes is there, as it was written."""
+    """Whether all files of a task are there, with the right checksums."""
     try:
         names = (REPORT, *(f"{split}.bin" for split in SPLITS))
         return read_json(folder / DONE) == {name: checksum(folder / name) for name in names}
@@ -317,7 +306,7 @@ def is_done(folder: Path) -> bool:
 
 
 def _write(
-    found: Iterable[tuple[Piece, bytes]], tokenizer: Tokenizer, layout: Layout, folder: Path, workers: int
+    found: Iterable[tuple[SplitPiece, bytes]], tokenizer: Tokenizer, layout: TokenLayout, folder: Path, workers: int
 ) -> dict[str, SplitCounts]:
     end = end_of(tokenizer)
     counts = {split: Counter[str]() for split in SPLITS}
@@ -346,15 +335,15 @@ def _write(
 
 @dataclass
 class Merged:
-    """What all tasks of a source came to."""
+    """The results of all tasks of a source."""
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: {split: Counter() for split in SPLITS})
     kinds: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     skipped: list[list[str]] = field(default_factory=list)
-    inside: list[list[str]] = field(default_factory=list)  # of archives, and of files that are broken further on
+    inside: list[list[str]] = field(default_factory=list)  # skipped places inside files
     separators: int = 0  # at which text was cut
-    markers: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the text: how often, in how many files
+    markers: dict[str, dict[str, Any]] = field(default_factory=dict)  # read as text: how often, in how many files
     by_block: bool = False
 
     def add_markers(self, found: dict[str, dict[str, Any]]) -> None:
@@ -364,8 +353,8 @@ class Merged:
             known["files"] += counts["files"]
 
 
-def merge(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Merged]:
-    """Put the tokens of all tasks together, in order; what each source came to, by its name."""
+def merge_tasks(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Merged]:
+    """Put the tokens of all tasks together, in order. Returns the results of each source, by its name."""
     sources: dict[str, Merged] = {}
     for task, folder in zip(tasks, folders, strict=True):
         merged = sources.setdefault(task.source.name, Merged())

@@ -1,7 +1,7 @@
 """Tokenizers: opened, or learned from text; and text turned into tokens by several threads.
 
-Whatever its origin, a tokenizer is a `tokenizers.Tokenizer` with an end-of-text token, so that one file,
-tokenizer.json, travels from the shards to the checkpoints and to other programs.
+Every tokenizer is a `tokenizers.Tokenizer` with an end-of-text token. So one file, tokenizer.json, serves the shards,
+the checkpoints and other programs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..progress import duration, say
 from .shards import Tokens
 
 END_OF_TEXT = "<|endoftext|>"
-# What others call the token that ends a text, in the order in which they are looked for.
+# Names of the token that ends a text; the first that a tokenizer has is used.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
-LONGEST_WORD = 256  # characters of a word that is learned from: time grows with the square of a word's length
+LONGEST_WORD = 256  # characters of a word to learn from: time grows with the square of its length
 SECONDS_BETWEEN_LINES = 10.0  # while merges are computed
-LARGEST_VOCABULARY = 2**20  # to learn: the library takes memory for all of it at once, and aborts where there is none
+LARGEST_VOCABULARY = 2**20  # to learn: the library takes all its memory at once, and aborts without it
 
 
 class TokenizerError(UserError):
@@ -59,7 +59,7 @@ def open_tokenizer(spec: str, text: Iterable[str] = ()) -> Tokenizer:
 
 
 def check_spec(spec: str) -> None:
-    """Raise at once for a spec that cannot work, before any text is read."""
+    """Raise for a spec that cannot work, before any text is read."""
     if not spec:
         raise TokenizerError(
             "the tokenizer is empty; give bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB"
@@ -113,7 +113,7 @@ def train_tokenizer(text: Iterable[str], vocab_size: int) -> Tokenizer:
     def all_text() -> Iterator[str]:
         for piece in text:
             yield from _in_words(piece)
-        threading.Thread(target=_say_it_goes_on, args=(is_done,), daemon=True).start()
+        threading.Thread(target=_say_progress, args=(is_done,), daemon=True).start()
 
     try:
         tokenizer.train_from_iterator(all_text(), trainer)
@@ -122,13 +122,13 @@ def train_tokenizer(text: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _say_it_goes_on(is_done: threading.Event) -> None:
+def _say_progress(is_done: threading.Event) -> None:
     begin = time.monotonic()
     while not is_done.wait(SECONDS_BETWEEN_LINES):
         say(f"learning the tokenizer: computing merges for {duration(time.monotonic() - begin)}")
 
 
-# Runs of letters, digits, white space or other characters, each of which is one word for a byte-level tokenizer.
+# Runs of letters, digits, white space or other characters. A byte-level tokenizer takes each for one word.
 _LONG_WORD = re.compile(
     "|".join(f"(?<!{kind}){kind}{{{LONGEST_WORD + 1},}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)"))
 )
@@ -136,7 +136,7 @@ _LONG_SPACE = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
 
 
 def _in_words(text: str) -> Iterator[str]:
-    """The text, cut inside words that are too long, as in writing without spaces. Nearly always it is whole."""
+    """The text, cut inside words that are too long, as in writing without spaces. Most text is not cut."""
     if max(map(len, text.split()), default=0) <= LONGEST_WORD and not _LONG_SPACE.search(text):
         yield text
         return
@@ -157,7 +157,7 @@ def _byte_level(tokenizer: Tokenizer, *, use_regex: bool) -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers: itself, or one from 256 on."""
+    """The printable character for each byte in byte-level tokenizers: itself, or one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -172,7 +172,7 @@ def end_token(tokenizer: Tokenizer) -> int | None:
 
 
 def end_of(tokenizer: Tokenizer) -> int:
-    """The same, of a tokenizer that has one, as all from `open_tokenizer` have."""
+    """The id of the token that ends a text, of a tokenizer from `open_tokenizer`, which has one."""
     found = end_token(tokenizer)
     assert found is not None
     return found
@@ -190,7 +190,7 @@ def same_tokenizer(first: str, second: str) -> bool:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A piece of text as tokens, with what it was made of."""
+    """A piece of text as tokens, and its size."""
 
     tokens: Tokens
     num_bytes: int
@@ -224,7 +224,7 @@ Item = TypeVar("Item")
 def encode_all(
     encoder: Encoder, pieces: Iterable[tuple[Item, bytes]], workers: int, job_bytes: int = 2**18
 ) -> Iterator[tuple[Item, Encoded]]:
-    """Encode pieces with `workers` threads, in order, with a bounded number of them in memory."""
+    """Encode pieces with `workers` threads, in order. Only a few of them are in memory."""
 
     def run(job: list[tuple[Item, bytes]]) -> list[tuple[Item, Encoded]]:
         return [(item, encoder.encode(data)) for item, data in job]

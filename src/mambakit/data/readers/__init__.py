@@ -1,1 +1,4 @@
-"""Readers: one file for each family of formats, which alone imports the library that it needs."""
+"""Readers: one file for each family of formats. Only that file imports the library of its format.
+
+A reader is a function from an open, seekable file to its parts. It may raise Unreadable, also after some parts.
+"""

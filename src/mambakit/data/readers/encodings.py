@@ -1,14 +1,14 @@
-"""Which encoding a file is in, for every format that is text. The first of these that fits decides:
+"""The encoding of a file, for all formats that are text. The first of these that fits decides:
 
 - a byte-order mark;
-- what HTML and XML declare, if all of the file decodes in it, unless it is more like a language as UTF-8;
-- the escape sequences of ISO-2022, if all of the file decodes with them: to ASCII they are text;
+- the declaration of HTML or XML, if the whole file decodes in it, unless as UTF-8 it is more like a language;
+- the escape sequences of ISO-2022, if the whole file decodes with them: in ASCII they are text;
 - UTF-8;
-- UTF-16 or UTF-32, by where zero bytes lie;
-- what plain text says of itself, and then what charset-normalizer takes it for, of which the encoding comes first whose
-  letters are those of one language.
+- UTF-16 or UTF-32, by the places of zero bytes;
+- the declaration of plain text, then the guesses of charset-normalizer; the first is the one whose letters are those of
+  one language.
 
-All of the file must be in the encoding, or it is Unreadable. Markup may be slightly damaged, as browsers have it.
+The whole file must decode, or it is Unreadable. Markup may be slightly damaged, as in browsers.
 """
 
 from __future__ import annotations
@@ -26,81 +26,68 @@ from typing import BinaryIO, NamedTuple
 from ..documents import Unreadable
 
 PIECE_CHARACTERS = 2**18
-READ_BYTES = PIECE_CHARACTERS - 16  # a character has at least a byte; what a decoder held back may come on top
+READ_BYTES = PIECE_CHARACTERS - 16  # a character has at least a byte; a decoder may hold back some
 SAMPLE_BYTES = 2**20
-HEAD_BYTES = 2**10  # in which plain text may name its encoding
-DECLARED_WITHIN = 2**12  # bytes, of HTML and XML
+HEAD_BYTES = 2**10  # of plain text, in which it may declare its encoding
+DECLARED_WITHIN = 2**12  # bytes of HTML and XML, likewise
 
-MARKS = {  # UTF-32's first, since UTF-16's is the beginning of one of them
+MARKS = {  # UTF-32 first: one of its marks begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))  # those that text does without
+CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))  # control characters that text does not have
 CLEAN_SHARE = 16  # text with NULs has at most one such control character in so many bytes
 DAMAGED_SHARE = 20  # markup has at most one wrong character in so many that are not ASCII
 
-# What a file may be in besides Unicode; of two that read it equally well, the earlier wins.
+# Encodings of text besides Unicode; of two that read a file equally well, the earlier wins.
 LIKELY = (
     "cp1252", "cp1251", "cp1250", "gb18030", "big5", "cp950", "big5hkscs", "cp932", "euc_jp", "euc_jis_2004", "cp949",
     "koi8_r", "koi8_u", "cp866", "iso8859_5", "mac_cyrillic", "iso8859_2", "iso8859_15", "cp1253", "iso8859_7",
     "cp1254", "cp1255", "iso8859_8", "cp1256", "iso8859_6", "cp874", "cp850", "cp437", "cp852", "mac_roman", "johab",
     "cp1257", "cp737", "cp855", "cp862", "mac_greek",
 )  # fmt: skip
-WIDER = {  # names that are used for more than they mean, and what contains it all
-    "ascii": "cp1252",
-    "big5": "big5hkscs",
-    "euc_kr": "cp949",
-    "gb2312": "gb18030",
-    "gbk": "gb18030",
-    "iso8859_1": "cp1252",
-    "iso8859_11": "cp874",
-    "iso8859_9": "cp1254",
-    "shift_jis": "cp932",
-    "tis_620": "cp874",
-}
-LABELS = {  # names that browsers know and Python does not
-    "dos-874": "cp874",
-    "iso-8859-8-i": "iso8859_8",
-    "koi": "koi8_r",
-    "logical": "iso8859_8",
-    "visual": "iso8859_8",
-    "windows-31j": "cp932",
-    "windows-874": "cp874",
-    "windows-949": "cp949",
-    "x-cp1250": "cp1250",
-    "x-cp1251": "cp1251",
-    "x-cp1252": "cp1252",
-    "x-euc-jp": "euc_jp",
-    "x-gbk": "gb18030",
-    "x-mac-cyrillic": "mac_cyrillic",
-    "x-mac-ukrainian": "mac_cyrillic",
-    "x-sjis": "cp932",
-    "x-x-big5": "big5hkscs",
-}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+# Names that are used for more characters than they have, each before the encoding that contains all of them.
+WIDER = _pairs("""
+    ascii cp1252  big5 big5hkscs  euc_kr cp949  gb2312 gb18030  gbk gb18030  iso8859_1 cp1252  iso8859_11 cp874
+    iso8859_9 cp1254  shift_jis cp932  tis_620 cp874
+""")
+# Names that browsers know and Python does not.
+LABELS = _pairs("""
+    dos-874 cp874  iso-8859-8-i iso8859_8  koi koi8_r  logical iso8859_8  visual iso8859_8  windows-31j cp932
+    windows-874 cp874  windows-949 cp949  x-cp1250 cp1250  x-cp1251 cp1251  x-cp1252 cp1252  x-euc-jp euc_jp
+    x-gbk gb18030  x-mac-cyrillic mac_cyrillic  x-mac-ukrainian mac_cyrillic  x-sjis cp932  x-x-big5 big5hkscs
+""")
 TEXT = re.compile(r"ascii|(cp|iso8859_|iso2022_|koi8_|mac_|gb|big5|euc_|shift_)\w*|hz|johab|tis_620|kz1048|ptcp154")
 IN_MARKUP = re.compile(rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([-\w.:]+)""", re.IGNORECASE)
 IN_TEXT = re.compile(rb"""(?:encoding|charset|coding)\s*[=:]\s*["']?([A-Za-z0-9_.:-]{1,40})""")
 
-# A run of characters between two escape sequences, or what announces runs between SO and SI.
+# Characters between two escape sequences, or the sequence that allows SO and SI.
 ISO_2022 = re.compile(r"\x1b\$(?:[@AB]|\([A-Z@])(?:[!-~]{2})+(?:[\x1b\r\n]|$)|\x1b\$\)[ACEG](?s:.){0,500}?\x0e")
 JAPANESE_2022 = ("iso2022_jp", "iso2022_jp_ext", "iso2022_jp_2", "iso2022_jp_2004")
-LONGEST_RUN = 2**10  # characters; it may lie across two pieces
+LONGEST_RUN = 2**10  # characters between escapes, which may lie across two pieces
 
-# Letters of languages, small ones. Of those that are written in Latin letters, what ASCII has not.
+# Lower-case letters of languages. Of languages with Latin letters, those that are not ASCII.
 LATIN = """
     àâæçéèêëîïôœùûüÿ äöüß áéíóúüñ ãõáéíóúâêôçàü àèéìíîòóùú àáçèéíïòóúü áäèéëïóöü åäöé æøåé áéíóúýðþæö áéíóúæøåýð
     äöüõšž ëç êëéïôû ąćęłńóśźż áčďéěíňóřšťúůýž áäčďéíĺľňóôŕšťúýž áéíóöőúüű ăâîșțşţ čćđšž çğıi̇öşüâîû āčēģīķļņšūž
     ąčęėįšųūž
 """
-# Of others all, the most frequent ones first.
+# Of other languages all letters, the most frequent first.
 OTHERS = """
     оеаинтсрвлкмдпуяыьгзбчйхжшюцщэфъё оаинівтерслкдумпзябьгчйїєхюшцжщфґ аоеинрсутдквјмплбгзшћчцњжљхђфџ
     аніеыорскляутдвпмзгьбчйўцжхшюэёф аоеинтрсвкдмпулгзбјшчцжќѓљњхфџѕ αοιετσνηυρπκςμλίόάγδέήωθφχβύξώζψϊϋΐΰ
     יוהלאמרתבשםנחדעקפכטסןגצזךףץ اليمنوترةبعدسفهكقحجشطصخأإذضزثىغءآؤئظـًٌٍَُِّْپچژگکی،؛؟
 """
-FREQUENT = 10  # of such letters, which make up about two thirds of a text; one that is read wrongly has fewer of them
+FREQUENT = 10  # letters, about two thirds of a text; a wrong encoding gives fewer of them
 LEAST_FREQUENT = 0.6
 THAI = frozenset(map(chr, range(0xE01, 0xE5C)))
 PUNCTUATION = frozenset(
@@ -109,13 +96,13 @@ PUNCTUATION = frozenset(
 INSIDE_WORDS = frozenset("’—…·\xad")
 JUDGED_CHARACTERS = 2**14
 NOT_ASCII = bytes(range(0x80, 0x100))
-FEW_BYTES = 3  # say little: they are in the first encoding of LIKELY if they can be
-UNCLEAR = 0.5  # less than this of what is not ASCII belongs to one language: then it is read wrongly
-CLEAR = 0.9  # of a text that is not ASCII belongs to one language: then this share decides
+FEW_BYTES = 3  # too few for a guess: the first encoding of LIKELY is tried first
+UNCLEAR = 0.5  # if less of the non-ASCII text belongs to one language, the encoding is wrong
+CLEAR = 0.9  # if more of it belongs to one language, this share decides
 
 
 class Encoding(NamedTuple):
-    """A codec, and what it does with bytes that are wrong."""
+    """A codec, and how it treats wrong bytes."""
 
     codec: str
     errors: str = "strict"
@@ -124,8 +111,8 @@ class Encoding(NamedTuple):
 def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None = None) -> Encoding:
     """The encoding of a whole file. Raises Unreadable if there is none.
 
-    Where `least_wrong` is given, as where there is markup, bytes that are wrong become U+FFFD in what is mostly right,
-    and an encoding is guessed only of a file with so many bytes that are wrong in UTF-8.
+    With `least_wrong` or `is_markup`, a mostly right file is accepted, and its wrong bytes become U+FFFD. With
+    `least_wrong`, the encoding is guessed only if so many bytes are wrong in UTF-8.
     """
     stream.seek(0)
     head = stream.read(SAMPLE_BYTES)
@@ -146,10 +133,8 @@ def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None =
         if not mends:
             raise Unreadable("binary")
         utf8 = _look(stream, "utf-8-sig")
-    if (
-        (is_markup and declared and _look(stream, declared).fault is None)
-        and (utf8.fault is not None or not _is_rather_utf8(stream, declared))
-    ):  # fmt: skip
+    is_right = bool(is_markup and declared) and _look(stream, declared).fault is None  # what the file declares
+    if is_right and (utf8.fault is not None or not _is_rather_utf8(stream, declared)):
         return Encoding(declared)
     if utf8.fault is None:
         return Encoding(_iso_2022(stream) if utf8.has_escapes else "utf-8-sig")
@@ -176,7 +161,7 @@ def _neither_ascii_nor_unicode(
     if 2 * wrong <= other or wrong < (least_wrong or 0):
         if mends:
             return Encoding("utf-8-sig", "replace")
-        raise Unreadable("damaged UTF-8")  # in a one-byte encoding it would be read to the end, as nonsense
+        raise Unreadable("damaged UTF-8")  # a one-byte encoding would decode it, to nonsense
     samples = [_outside_tags(sample), sample] if is_markup else [sample]
     if sample[-1] > 0x7F:  # it may end inside a character
         samples += [sample[:-size] for size in (1, 2, 3)]
@@ -203,24 +188,24 @@ def pieces(stream: BinaryIO, encoding: Encoding) -> Iterator[str]:
 
 
 def codec_of(label: str) -> str:
-    """Python's name for a declared encoding, or "" for UTF-8 and what text is not written in. What can declare is no
-    UTF-16."""
+    """Python's name for a declared encoding; "" for UTF-8, and for what is no encoding of text. A declaration that can
+    be read is not UTF-16."""
     try:
         name = codecs.lookup(LABELS.get(label.lower(), label)).name.replace("-", "_")
     except (LookupError, ValueError):
         return ""
-    if not TEXT.fullmatch(name) or "charset".encode(name) != b"charset":  # of IBM's, some are not like ASCII
+    if not TEXT.fullmatch(name) or "charset".encode(name) != b"charset":  # some of IBM's are not like ASCII
         return ""
     return WIDER.get(name, name)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What a file is like in an encoding."""
+    """The result of decoding a file."""
 
-    fault: int | None = None  # a place shortly before the first wrong byte
+    fault: int | None = None  # a position shortly before the first wrong byte
     is_blank: bool = False
-    has_escapes: bool = False  # what ISO-2022 has
+    has_escapes: bool = False  # of ISO-2022
 
 
 def _look(stream: BinaryIO, codec: str) -> _Look:
@@ -236,7 +221,7 @@ def _look(stream: BinaryIO, codec: str) -> _Look:
 
 
 def _declared(head: bytes, is_markup: bool) -> str:
-    """The encoding that the file names itself, as XML, HTML and source code do, if it is one we know."""
+    """The encoding that the file declares, as XML, HTML and source code may; "" if it is not known."""
     if head.startswith(codecs.BOM_UTF8):
         return ""
     match = IN_MARKUP.search(head[:DECLARED_WITHIN]) if is_markup else IN_TEXT.search(head[:HEAD_BYTES])
@@ -244,14 +229,14 @@ def _declared(head: bytes, is_markup: bool) -> str:
 
 
 def _is_rather_utf8(stream: BinaryIO, declared: str) -> bool:
-    """Whether a file that can be read either way is more like a language as UTF-8 than as it says."""
+    """Whether a file that decodes both ways is more like a language as UTF-8 than as declared."""
     sample = _sample(stream, 0)
     as_utf8, as_declared = (_share_of_a_language(sample.decode(codec, "ignore")) for codec in ("utf-8", declared))
     return as_utf8 > as_declared
 
 
 def _iso_2022(stream: BinaryIO) -> str:
-    """The codec of a file of ASCII with escapes in it, which may be those of a terminal."""
+    """The codec of an ASCII file with escapes. They may also be those of a terminal."""
     before = ""
     for piece in pieces(stream, Encoding("utf-8-sig")):
         if match := ISO_2022.search(before + piece):
@@ -267,7 +252,7 @@ def _iso_2022(stream: BinaryIO) -> str:
 
 
 def _without_mark(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a mark. Of UTF-16's two bytes, the one that varies less is the high one."""
+    """UTF-16 or UTF-32 without a byte-order mark. In UTF-16, the high byte varies less than the low one."""
     variety = [(len(set(head[half::2])), -head[half::2].count(0)) for half in (0, 1)]
     order = ["utf-16-be", "utf-16-le"] if variety[0] < variety[1] else ["utf-16-le", "utf-16-be"]
     for encoding in ("utf-32-le", "utf-32-be", *order):
@@ -282,7 +267,7 @@ def _without_mark(head: bytes) -> str | None:
 
 
 def _count_wrong(stream: BinaryIO, encoding: Encoding) -> tuple[int, int]:
-    """How many characters of a file are wrong in an encoding, and how many are not ASCII, with those."""
+    """How many characters of a file are wrong in an encoding, and how many are not ASCII (wrong ones included)."""
     wrong = other = 0
     for piece in pieces(stream, encoding):
         wrong += piece.count("\ufffd")
@@ -291,10 +276,10 @@ def _count_wrong(stream: BinaryIO, encoding: Encoding) -> tuple[int, int]:
 
 
 def _sample(stream: BinaryIO, fault: int) -> bytes:
-    """Lines that are not ASCII, since the others say nothing, from where the file stops being UTF-8."""
+    """Lines that are not ASCII, from where the file stops being UTF-8. ASCII lines tell nothing."""
     stream.seek(fault)
     data = stream.read(SAMPLE_BYTES)
-    begin = data.find(b"\n") + 1 if fault else 0  # neither from the middle of a character nor to it
+    begin = data.find(b"\n") + 1 if fault else 0  # do not begin or end inside a character
     end = (data.rfind(b"\n") + 1 or len(data.rstrip(NOT_ASCII))) if stream.read(1) else len(data)
     return _not_ascii(data[begin:end]) or _not_ascii(data)
 
@@ -304,7 +289,7 @@ def _not_ascii(data: bytes) -> bytes:
 
 
 def _outside_tags(data: bytes) -> bytes:
-    """What markup says, a line for what stands between two tags."""
+    """The text of markup, a line for the text between two tags."""
     before, *chunks = data.split(b"<")
     found, hidden = [before], b""
     for chunk in chunks:
@@ -326,13 +311,13 @@ def _guesses(sample: bytes) -> Iterator[str]:
         yield LIKELY[0]
     import charset_normalizer
 
-    found = {(-50, 1.0, 0.0, 0)} if is_usual else set()  # signs without letters are a mess to charset-normalizer
+    found = {(-50, 1.0, 0.0, 0)} if is_usual else set()  # charset-normalizer refuses signs without letters
     for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):
         share = _share_of_a_language(str(match))
         if not is_short and _is_unclear(str(match)):
             continue
         for name in match.could_be_from_charset:
-            if name in LIKELY:  # how little it looks like a mess, then how much like a language
+            if name in LIKELY:  # first how little it looks like a mess, then how much like a language
                 place = -round(50 * max(share, CLEAR))
                 coherence = match.coherence + (0.05 if name == LIKELY[0] else 0.0)
                 found.add((place, round(match.chaos, 2), -round(coherence, 2), LIKELY.index(name)))
@@ -341,7 +326,7 @@ def _guesses(sample: bytes) -> Iterator[str]:
 
 
 def _is_unclear(text: str) -> bool:
-    """Whether letters are of no language. Of other signs, any may be meant."""
+    """Whether the letters belong to no language. Other signs tell nothing."""
     return _share_of_a_language("".join(each for each in text[:JUDGED_CHARACTERS] if not _is_sign(each))) < UNCLEAR
 
 
@@ -350,8 +335,8 @@ def _is_sign(character: str) -> bool:
 
 
 def _share_of_a_language(text: str) -> float:
-    """How much of what is not ASCII belongs to that language which has most of it. What stands where it never does
-    belongs to none: a capital letter inside a word, a quote inside a word, a letter among those of another script."""
+    """The share of the non-ASCII characters that belongs to one language, the best one. A character at an impossible
+    place belongs to none: a capital letter or a quote inside a word, a letter among those of another script."""
     letters: Counter[str] = Counter()
     marks = other = 0
     for before, character, after in zip(" " + text, text[:JUDGED_CHARACTERS], text[1:] + " ", strict=False):
@@ -389,7 +374,7 @@ def _is_in_place(before: str, character: str, after: str) -> bool:
 
 @cache
 def _alphabets() -> tuple[frozenset[str], ...]:
-    """The letters of each language; of those that have thousands, the usual ones, which encodings keep together."""
+    """The letters of each language; of those with thousands, the usual ones, which encodings keep together."""
     tables = (
         ("gb2312", 0xB0, 0xD7),
         ("big5", 0xA4, 0xC6),

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from .html import LARGEST_COST, decode, text_of
 from .word import open_entry, open_zip
 from .xml import Event, events
@@ -20,7 +20,7 @@ CONTAINER, ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 PAGES = ("application/xhtml+xml", "text/html", "text/x-oeb1-document")
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a book, a part for a chapter."""
     archive = open_zip(stream)
     names = set(archive.namelist())
@@ -34,11 +34,11 @@ def read(stream: BinaryIO) -> Iterator[Part]:
         text, cost = text_of(decode(data), cost_left)
         cost_left -= cost
         if last and text:
-            yield Part(last + "\n\n", ends=False)
+            yield TextPart(last + "\n\n", ends=False)
         last = text or last
     if not last:
         raise Unreadable("no text")
-    yield Part(last)
+    yield TextPart(last)
 
 
 def _chapters(archive: zipfile.ZipFile, names: set[str]) -> list[str]:
@@ -81,6 +81,6 @@ def _is_start(event: Event, name: str) -> bool:
 
 
 def _path(folder: str, reference: str) -> str:
-    """The name in the zip file that a relative URL means."""
+    """The name in the zip file of a relative URL."""
     path = urllib.parse.unquote(reference.partition("#")[0])
     return posixpath.normpath(posixpath.join("/", folder, path)).lstrip("/")

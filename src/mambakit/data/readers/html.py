@@ -1,4 +1,4 @@
-"""HTML: what a person would see of a page. Headings, paragraphs and list items stand on lines, cells between tabs."""
+"""HTML: the text that a person sees on a page. Headings, paragraphs and list items are lines; tabs separate cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable, read_whole
 from . import encodings
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 HIDDEN = _names("head script style template noscript iframe object embed svg math canvas audio video map datalist")
-# What begins and ends a line, and what has a blank line around it.
+# Elements that are lines of their own, and those with a blank line around them.
 LINES = _names(
     "address article aside body caption center dd details dialog dir div dt fieldset figcaption figure footer form"
     " header hgroup html legend li main menu nav optgroup option search section summary tbody tfoot thead tr"
@@ -37,31 +37,29 @@ STYLES = _names("a b big code em font i nobr s small strike strong tt u")
 SPACE = re.compile("[ \t\n\r\f\xa0]+")
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 NO_DISPLAY = re.compile(r"display\s*:\s*none", re.IGNORECASE)
-# What begins a tag, or is a comment; and an attribute.
+# The beginning of a tag, or a comment; and an attribute.
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)|<!--(?:-?>|.*?(?:--!?>|\Z))", re.DOTALL)
 ATTRIBUTE = re.compile(r"""[\s/]*[^\s/>][^\s/>=]*(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s>"'][^\s>]*)?)?""")
-RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}  # what ends them
+RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}  # the end of their content
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file."""
-    data = stream.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise Unreadable("too large")
+    data = read_whole(stream, LARGEST_FILE)
     text, _ = text_of(decode(data))
     if not text:
         raise Unreadable("no text")
-    yield Part(text)
+    yield TextPart(text)
 
 
 def decode(data: bytes) -> str:
-    """A page in any encoding. What is slightly damaged is read as browsers do, with U+FFFD for wrong bytes."""
+    """A page in any encoding. A slightly damaged page is read as browsers do, with U+FFFD for wrong bytes."""
     encoding = encodings.find(io.BytesIO(data), is_markup=True)
     return data.decode(encoding.codec, encoding.errors)
 
 
 def text_of(html: str, largest_cost: int = LARGEST_COST) -> tuple[str, int]:
-    """The text of a page, its title first, and what it cost. Empty where it has none."""
+    """The text of a page, its title first, and its cost. Empty if it has no text."""
     from selectolax.lexbor import LexborHTMLParser
 
     cost = _cost(html, largest_cost)
@@ -73,10 +71,10 @@ def text_of(html: str, largest_cost: int = LARGEST_COST) -> tuple[str, int]:
 
 
 def _cost(html: str, largest: int) -> int:
-    """What takes the parser a time, or nodes, that grow with the square of the file's size. Refuses what costs more.
+    """An estimate of the parser's work, which may grow with the square of the size. Raises Unreadable above `largest`.
 
-    It looks through all open elements at each block, and for what an end tag may end; opens all styles that were left
-    open again in each block; and compares styles, the attributes of a tag, and the options of a choice.
+    At each block and each end tag, the parser searches all open elements; in each block, it opens unclosed styles
+    again; and it compares styles, the attributes of a tag, and the options of a choice with each other.
     """
     opened: Counter[str] = Counter()
     depth = blocks = styles = options = cost = at = 0
@@ -118,10 +116,10 @@ def _cost(html: str, largest: int) -> int:
 def _lines(root: LexborNode) -> str:
     """The text below a node. No recursion: a page may be nested deeper than Python's stack."""
     out: list[str] = []
-    newlines, tabs, space = 0, 0, False  # to come before the next text
+    newlines, tabs, space = 0, 0, False  # before the next text
     begun = False  # whether the row has text
-    fresh = True  # nothing in this cell yet: what would break the line does not
-    tall = False  # the cell has several lines, so that the next one cannot stand beside it
+    fresh = True  # nothing in this cell yet, so no line break either
+    tall = False  # the cell has several lines, so the next one begins a line
     verbatim = 0  # open elements whose spaces count
     cells: list[int] = []  # of each open row
     node: LexborNode | None = root
@@ -158,7 +156,7 @@ def _lines(root: LexborNode) -> str:
         if child is not None:
             node = child
             continue
-        while node is not None:  # on to the next node, leaving those that end here
+        while node is not None:  # to the next node; elements that end here are closed
             if (following := node.next) is not None:
                 node = following
                 break

@@ -1,4 +1,4 @@
-"""Which files are text that is taken as it stands, and what to call them in a report."""
+"""Files that are read as plain text, and their names in reports."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ TEXT_NAMES = frozenset(_BY_NAME)  # lower case
 
 
 def kind_of(name: str) -> str:
-    """What a file's name says that it is, in a word or two: "Python", "C++"; "text" for what is not listed here."""
+    """The kind of a file by its name: "Python", "C++"; "text" if the name is not listed here."""
     path = PurePosixPath(name.lower())
     return _BY_NAME.get(path.name) or _BY_SUFFIX.get(path.suffix, "text")

@@ -1,4 +1,4 @@
-"""Jupyter notebooks, formats 2 to 4: what was written, not what it printed. Cells have a blank line between."""
+"""Jupyter notebooks, formats 2 to 4: text and code without outputs. A blank line separates cells."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable, read_whole
 from . import encodings
 
 LARGEST_FILE = 2**26  # bytes; as Python's objects they take many times as much memory
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a notebook."""
-    data = stream.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise Unreadable("too large")
+    data = read_whole(stream, LARGEST_FILE)
     try:
         notebook = _loaded(data)
         texts = [_text(cell, notebook["nbformat"]) for cell in _cells(notebook)]
@@ -26,8 +24,8 @@ def read(stream: BinaryIO) -> Iterator[Part]:
     text = "\n\n".join(text for text in texts if text.strip())
     if not text:
         raise Unreadable("no text")
-    # JSON may have halves of characters that were to be pairs.
-    yield Part(text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    # JSON may have single surrogates.
+    yield TextPart(text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _cells(notebook: Any) -> list[Any]:
@@ -52,6 +50,6 @@ def _text(cell: Any, nbformat: int) -> str:
 
 
 def _joined(lines: list[str], nbformat: int) -> str:
-    """Lines as one text. In format 2, and in what of format 3 was made from it, they have lost their ends."""
+    """Lines as one text. In format 2, and in format 3 made from it, lines have no newline at their end."""
     has_ends = any(line.endswith("\n") for line in lines[:-1])
     return ("" if has_ends or nbformat >= 4 else "\n").join(lines)

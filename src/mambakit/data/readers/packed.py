@@ -1,7 +1,7 @@
-"""What is around files: gzip, bzip2, xz and zstd, and zip and tar archives.
+"""Compressed files (gzip, bzip2, xz, zstd) and archives (zip, tar).
 
-Nothing is unpacked under a name: contents go to memory, or if large to a nameless temporary file. What comes out is
-limited, in bytes and in relation to what went in, and so is what an archive can claim to have for a table of contents.
+Nothing is unpacked under a name: contents go to memory, large ones to a nameless temporary file. The unpacked size is
+limited, in bytes and in relation to the packed size. So is the size of an archive's table of contents.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import IO, Any, BinaryIO, cast
 from ...files import pip_command
 from ..documents import Unreadable
 
-MEMBER_BYTES = 2**32  # the most that comes out of one file or member
-RATIO = 200  # the most that comes out for each byte of the file, beyond FREE_BYTES
+MEMBER_BYTES = 2**32  # largest unpacked size of a file or member
+RATIO = 200  # most unpacked bytes for each byte of the file, beyond FREE_BYTES
 FREE_BYTES = 2**26
-SPOOL_BYTES = 2**24  # more than this goes to disk
+SPOOL_BYTES = 2**24  # larger contents go to disk
 READ_BYTES = 2**20
-FEED_BYTES = 2**12  # a byte may unpack to 32 KiB, and all that these bytes hold comes out at once
-TABLE_BYTES = 2**26  # the most of an archive's table of contents: over a million members
+FEED_BYTES = 2**12  # decompressed at once; a byte may unpack to 32 KiB
+TABLE_BYTES = 2**26  # largest table of contents of an archive: over a million members
 MOST_MEMBERS = 2**20
 XZ_MEMORY_BYTES = 2**29
-ZSTD_WINDOW_BYTES = 2**31  # as `zstd --long=31` needs it
+ZSTD_WINDOW_BYTES = 2**31  # of `zstd --long=31`
 
 COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
@@ -53,15 +53,15 @@ def is_archive(name: str) -> bool:
 
 
 def inner_name(name: str) -> str:
-    """A compressed file's name without what says so; any other name as it is."""
+    """A compressed file's name without that suffix; any other name as it is."""
     name = _full(name)
     return name[: -len(_suffix(name))] if _suffix(name) in COMPRESSED else name
 
 
 def unpack(stream: BinaryIO, name: str) -> Iterator[Unpacked]:
-    """What a compressed file or an archive holds, sorted by name: (name, stream), or (name, why it is skipped).
+    """The contents of a compressed file or an archive, sorted by name: (name, stream), or (name, why it is skipped).
 
-    A stream can be sought in, and is open until the next is asked for. Raises Unreadable if nothing more can be had.
+    A stream is seekable, and open until the next one is read. Raises Unreadable if nothing more can be read.
     """
     budget = _Budget(stream)
     suffix, name = _suffix(name), inner_name(name)
@@ -78,7 +78,7 @@ def unpack(stream: BinaryIO, name: str) -> Iterator[Unpacked]:
 
 
 class _Stream(io.RawIOBase):
-    """Blocks as a file that is read once, from beginning to end."""
+    """Blocks as a file to be read once, from beginning to end."""
 
     def __init__(self, blocks: Iterator[bytes], budget: _Budget) -> None:
         self._blocks, self._budget, self._left = blocks, budget, b""
@@ -99,7 +99,7 @@ class _Stream(io.RawIOBase):
 
 
 def stream(packed: BinaryIO, name: str) -> BinaryIO:
-    """What a compressed file holds, of any size, to be read once. Reading it raises Unreadable as `unpack` does."""
+    """The content of a compressed file, of any size, to be read once. Reading it raises Unreadable as `unpack` does."""
     return cast(BinaryIO, io.BufferedReader(_Stream(_decompressed(packed, _suffix(name)), _Budget(packed)), READ_BYTES))
 
 
@@ -115,7 +115,7 @@ def _suffix(name: str) -> str:
 
 
 class _Budget:
-    """How many more bytes may come out of a file."""
+    """How many more bytes may be unpacked from a file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.left = max(FREE_BYTES, RATIO * stream.seek(0, io.SEEK_END))
@@ -149,26 +149,26 @@ def _spooled(blocks: Iterator[bytes], budget: _Budget) -> BinaryIO:
 
 
 def _decompressed(stream: BinaryIO, suffix: str) -> Iterator[bytes]:
-    """All streams of a compressed file, one after the other; zeros between and behind them are padding."""
+    """All streams of a compressed file, one after the other. Zeros between and after them are padding."""
     start = _decompressor(suffix)
-    machine: Any = None
+    decompressor: Any = None
     rest = b""
     while block := rest or stream.read(FEED_BYTES):
         rest = b""
-        if machine is None:
+        if decompressor is None:
             block = block.lstrip(b"\0")
             if not block:
                 continue
-            machine = start()
+            decompressor = start()
         try:
-            out = machine.decompress(block)
+            out = decompressor.decompress(block)
         except Exception:  # each library has its own, and MemoryError
             raise Unreadable(f"broken {COMPRESSED[suffix]}") from None
         yield out
-        if machine.eof:
-            rest = machine.unused_data
-            machine = None
-    if machine is not None:
+        if decompressor.eof:
+            rest = decompressor.unused_data
+            decompressor = None
+    if decompressor is not None:
         raise Unreadable(f"broken {COMPRESSED[suffix]}")
 
 
@@ -187,7 +187,7 @@ def _decompressor(suffix: str) -> Callable[[], Any]:
 
 
 class _Careful:
-    """A stream for zipfile and tarfile, which read as much at once as an archive tells them to."""
+    """A stream that limits each read: zipfile and tarfile read as much at once as an archive says."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
@@ -200,7 +200,7 @@ class _Careful:
 
 
 def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacked]:
-    """The members of an archive. Those whose name begins with a dot, or lies below such a name, are passed over."""
+    """The members of an archive. Hidden files and folders are skipped."""
     careful = cast(BinaryIO, _Careful(stream))
     found = _list_zip(careful) if suffix == ".zip" else _list_tar(careful)
     for name, reason, start in sorted(found, key=lambda member: member[0]):
@@ -228,12 +228,12 @@ def _blocks(start: Start) -> Iterator[bytes]:
                 yield block
     except Unreadable:
         raise
-    except Exception:  # for bytes that are wrong, zipfile and tarfile raise whatever comes
+    except Exception:  # for wrong bytes, zipfile and tarfile raise many kinds
         raise Unreadable("broken archive") from None
 
 
 def _clean(name: str) -> str:
-    """A member's name as it is shown: nothing but names of folders and a file. Empty if it is hidden."""
+    """A member's name with plain folders alone. Empty if it is hidden."""
     parts = [part for part in name.encode("utf-8", "replace").decode().split("/") if part not in ("", ".", "..")]
     return "" if any(part.startswith(".") or part == "__MACOSX" for part in parts) else "/".join(parts)
 

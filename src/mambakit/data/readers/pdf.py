@@ -1,8 +1,8 @@
-"""PDF: a page is characters at places, mostly in reading order. Characters make pieces, pieces rows, rows paragraphs.
+"""PDF: a page is characters with positions, mostly in reading order. They make runs, then rows, then paragraphs.
 
-A piece is a stretch of characters without a wide gap: a line of a column, or a cell of a table. Each is turned so that
-its text runs to the right and its next line lies below, whichever way it stands on the page; gaps are measured in its
-height. The file's own order is kept unless it runs across columns. PDFium must not be called by two threads at once.
+A run is characters without a wide gap: a line of a column, or a cell of a table. Each is rotated so that its text goes
+to the right and its next line lies below, whatever its direction on the page. Gaps are measured in its height. The
+file's own order is kept unless it jumps between columns. PDFium must not be called by two threads at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 
-LARGEST_WORK = 2**25  # characters and drawn objects of a document, which are seconds to minutes
-WORK_OF_PAGE = 2**7  # in such, if it is empty or broken
+LARGEST_WORK = 2**25  # characters and drawn objects of a document: seconds to minutes
+WORK_OF_PAGE = 2**7  # in the same unit, for any page
 LARGEST_PAGE = 2**20  # characters of a page
-LARGEST_LAYOUT = 5000  # pieces of a page that are looked at for columns
+LARGEST_LAYOUT = 5000  # runs of a page in which columns are searched
 NEEDS_PASSWORD = 4  # PDFium's FPDF_ERR_PASSWORD
-WIDE_GAP = 1.2  # ends a piece
-CELL_GAP = 2.0  # a tab between pieces of a row
+WIDE_GAP = 1.2  # ends a run
+CELL_GAP = 2.0  # a tab between runs of a row
 NARROW = 6.0  # rows of less are no lines of a paragraph
-COLUMN_LINES = 5  # a column has at least as many,
-COLUMN_LETTERS = 16  # and so many characters in a line on average: less is a table
+COLUMN_LINES = 5  # a column has at least so many lines,
+COLUMN_LETTERS = 16  # of at least so many characters on average; else it is a table
 
 HYPHENS = "-\u00ad\u2010\u2011"
 LIGATURES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17]")
@@ -37,12 +37,12 @@ BULLET = re.compile(r"\S{1,3}\t|([•◦▪■●○‣⁃∗·\uf0b7–—*-]|\
 CELLS = re.compile(r".{4}.*\t|.*(\. ?){4}")  # a row of a table, or of a table of contents
 SENTENCE_ENDS = tuple(".!?:;。")
 
-Box = tuple[float, float, float, float, float, float]  # left, bottom, right, top; where its letter stands: x, y
+Box = tuple[float, float, float, float, float, float]  # left, bottom, right, top; origin of the letter: x, y
 
 
 @dataclass
-class Piece:
-    """Characters side by side; also a row of such, and how they stand on the page."""
+class TextRun:
+    """Characters side by side, or a row of runs, and its place on the page."""
 
     text: str
     left: float
@@ -52,8 +52,8 @@ class Piece:
     turn: int = 0  # quarters, as _turned has them
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
-    """A document for a file, a part for a page. Pages without text are passed over, as are broken ones among others."""
+def read(stream: BinaryIO) -> Iterator[TextPart]:
+    """A document for a file, a part for a page. Pages that are broken or without text are skipped."""
     import pypdfium2
 
     try:
@@ -74,17 +74,17 @@ def read(stream: BinaryIO) -> Iterator[Part]:
             if left < 0:
                 raise Unreadable("too large")
             if last and text:
-                yield Part(last + "\n\n", ends=False)
+                yield TextPart(last + "\n\n", ends=False)
             last = text or last
     finally:
         document.close()
     if not last:
         raise Unreadable("broken PDF" if broken else "no text layer")
-    yield Part(last)
+    yield TextPart(last)
 
 
 def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
-    """The text of a page, and what work it was: the same on every machine, as time is not."""
+    """The text of a page, and its work: unlike time, the same on every machine."""
     page = document[number]
     try:
         text_page = page.get_textpage()
@@ -93,17 +93,17 @@ def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
             work = pdfium.FPDFPage_CountObjects(page) + num_characters
             if num_characters > LARGEST_PAGE:
                 raise Unreadable("too large")
-            pieces = _pieces(text_page, pdfium)
+            runs = _runs(text_page, pdfium)
         finally:
             text_page.close()
     finally:
         page.close()
-    return _paragraphs(_rows(_by_columns(pieces))), work
+    return _paragraphs(_rows(_by_columns(runs))), work
 
 
-def _pieces(page: Any, pdfium: Any) -> list[Piece]:
-    """Characters put together in the file's order. PDFium has marked the gaps between words and lines by spaces."""
-    pieces: list[Piece] = []
+def _runs(page: Any, pdfium: Any) -> list[TextRun]:
+    """Characters joined in the file's order. PDFium marks the gaps between words and lines by spaces."""
+    runs: list[TextRun] = []
     rect, x, y = pdfium.FS_RECTF(), ctypes.c_double(), ctypes.c_double()
     gap = ""
     last: tuple[str, Box, int] | None = None
@@ -118,23 +118,23 @@ def _pieces(page: Any, pdfium: Any) -> list[Piece]:
         if not all(map(math.isfinite, box)):
             continue
         angle = round(pdfium.FPDFText_GetCharAngle(page, index) / (math.pi / 2)) % 4
-        for turn in (angle, (angle + 1) % 4) if _is_cjk(character) else (angle,):  # a column of upright signs?
-            new, before = _turned(character, box, turn), pieces[-1] if pieces else None
+        for turn in (angle, (angle + 1) % 4) if _is_cjk(character) else (angle,):  # may be a vertical line
+            new, before = _turned(character, box, turn), runs[-1] if runs else None
             if before and before.turn != turn:
                 before = None
-                if last and len(pieces[-1].text) == 1 and _is_cjk(last[0]) and last[2] == angle:
+                if last and len(runs[-1].text) == 1 and _is_cjk(last[0]) and last[2] == angle:
                     before = _turned(last[0], last[1], turn)
             if before and _follows(before, new, gap):
-                pieces[-1] = _joined(before, new, " " if _is_spaced(before, new, gap) else "")
+                runs[-1] = _joined(before, new, " " if _is_spaced(before, new, gap) else "")
                 break
         else:
-            pieces.append(_turned(character, box, angle))
+            runs.append(_turned(character, box, angle))
         gap, last = "", (character, box, angle)
-    return pieces
+    return runs
 
 
 def _character(code: int) -> str:
-    """What PDFium's code stands for: letters for ligatures, nothing for controls, and a hyphen for its mark of one."""
+    """The text of PDFium's code: letters for a ligature, nothing for a control, a hyphen for its hyphen mark."""
     if code in (0x02, 0xFFFE):
         return "-"
     if 0xD800 <= code < 0xE000 or code >= 0x110000:
@@ -145,34 +145,34 @@ def _character(code: int) -> str:
     return "" if unicodedata.category(character) == "Cc" and character not in "\t\n\r" else character
 
 
-def _turned(character: str, box: Box, turn: int) -> Piece:
-    """A character as if the page were turned by `turn` quarters, so that its line runs to the right."""
+def _turned(character: str, box: Box, turn: int) -> TextRun:
+    """A character as if the page were rotated by `turn` quarters, so that its line goes to the right."""
     left, bottom, right, top, x, y = box
     sides = [(left, right, y), (-top, -bottom, x), (-right, -left, -y), (bottom, top, -x)]
     across = right - left if turn % 2 else top - bottom
-    return Piece(character, *sides[turn], height=max(across, 0.1), turn=turn)
+    return TextRun(character, *sides[turn], height=max(across, 0.1), turn=turn)
 
 
-def _follows(piece: Piece, new: Piece, gap: str) -> bool:
-    """Whether a character goes on where a piece ends."""
-    height = max(piece.height, new.height)
-    if abs(new.base - piece.base) > 0.5 * height:
+def _follows(run: TextRun, new: TextRun, gap: str) -> bool:
+    """Whether a character follows directly after a run."""
+    height = max(run.height, new.height)
+    if abs(new.base - run.base) > 0.5 * height:
         return False
-    if "\n" not in gap and (_is_rtl(new.text) or _is_rtl(piece.text[-1])):
-        return max(new.left - piece.right, piece.left - new.right) < WIDE_GAP * height
-    return new.right > piece.right - 0.5 * height and new.left - piece.right < WIDE_GAP * height
+    if "\n" not in gap and (_is_rtl(new.text) or _is_rtl(run.text[-1])):
+        return max(new.left - run.right, run.left - new.right) < WIDE_GAP * height
+    return new.right > run.right - 0.5 * height and new.left - run.right < WIDE_GAP * height
 
 
-def _is_spaced(piece: Piece, new: Piece, gap: str) -> bool:
-    if _is_cjk(piece.text[-1]) and _is_cjk(new.text) and new.left - piece.right < 0.6 * new.height:
+def _is_spaced(run: TextRun, new: TextRun, gap: str) -> bool:
+    if _is_cjk(run.text[-1]) and _is_cjk(new.text) and new.left - run.right < 0.6 * new.height:
         return False
-    return new.left - piece.right > 0.15 * new.height if "\n" in gap else bool(gap)  # \n: two lines where we see one
+    return new.left - run.right > 0.15 * new.height if "\n" in gap else bool(gap)  # \n: two lines where we see one
 
 
-def _joined(piece: Piece, new: Piece, between: str) -> Piece:
-    tallest = max(piece, new, key=lambda each: each.height)  # not one that is raised or lowered
-    left, right = min(piece.left, new.left), max(piece.right, new.right)
-    return Piece(piece.text + between + new.text, left, right, tallest.base, tallest.height, piece.turn)
+def _joined(run: TextRun, new: TextRun, between: str) -> TextRun:
+    tallest = max(run, new, key=lambda each: each.height)  # not one that is raised or lowered
+    left, right = min(run.left, new.left), max(run.right, new.right)
+    return TextRun(run.text + between + new.text, left, right, tallest.base, tallest.height, run.turn)
 
 
 def _is_cjk(text: str) -> bool:
@@ -183,86 +183,86 @@ def _is_rtl(text: str) -> bool:
     return unicodedata.bidirectional(text[0]) in ("R", "AL")
 
 
-def _by_columns(pieces: list[Piece]) -> list[Piece]:
-    """The pieces as they are, unless their order keeps changing between two columns of text."""
-    turns = [piece.turn for piece in pieces]
-    main = [piece for piece in pieces if piece.turn == statistics.mode(turns)]
+def _by_columns(runs: list[TextRun]) -> list[TextRun]:
+    """The runs as they are, unless their order keeps changing between two columns of text."""
+    turns = [run.turn for run in runs]
+    main = [run for run in runs if run.turn == statistics.mode(turns)]
     gutter = _gutter(main)
     if gutter is None:
-        return pieces
-    sides = [_side(piece, gutter) for piece in main]
+        return runs
+    sides = [_side(run, gutter) for run in main]
     changes = sum(one != other for one, other in itertools.pairwise(side for side in sides if side))
     if changes <= 2 * (sides.count(0) + 1) + 0.25 * min(sides.count(-1), sides.count(1)):
-        return pieces
-    return [*_arranged(main), *(piece for piece in pieces if piece.turn != main[0].turn)]
+        return runs
+    return [*_arranged(main), *(run for run in runs if run.turn != main[0].turn)]
 
 
-def _gutter(pieces: Sequence[Piece]) -> float | None:
-    """Where a page is parted into two columns of prose, with the fewest pieces that lie across."""
-    if not 2 * COLUMN_LINES <= len(pieces) <= LARGEST_LAYOUT:
+def _gutter(runs: Sequence[TextRun]) -> float | None:
+    """The x that separates two columns of prose with the fewest runs across it; None if there is none."""
+    if not 2 * COLUMN_LINES <= len(runs) <= LARGEST_LAYOUT:
         return None
-    lefts, rights = sorted(piece.left for piece in pieces), sorted(piece.right for piece in pieces)
+    lefts, rights = sorted(run.left for run in runs), sorted(run.right for run in runs)
     best, found = 0, None
     for edge in sorted(set(rights)):
         at_left, at_right = bisect.bisect_right(rights, edge), len(lefts) - bisect.bisect_left(lefts, edge)
-        score = min(at_left, at_right) - 2 * (len(pieces) - at_left - at_right)
+        score = min(at_left, at_right) - 2 * (len(runs) - at_left - at_right)
         if min(at_left, at_right) >= COLUMN_LINES and score > best:
             best, found = score, edge
     if found is None:
         return None
     for side in (-1, 1):
-        lengths = [len(piece.text) for piece in pieces if _side(piece, found) == side]
+        lengths = [len(run.text) for run in runs if _side(run, found) == side]
         if statistics.fmean(lengths) < COLUMN_LETTERS:
             return None
     return found
 
 
-def _side(piece: Piece, gutter: float) -> int:
+def _side(run: TextRun, gutter: float) -> int:
     """-1: left of it, 1: right of it, 0: across."""
-    return -1 if piece.right <= gutter else 1 if piece.left >= gutter else 0
+    return -1 if run.right <= gutter else 1 if run.left >= gutter else 0
 
 
-def _arranged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces by their places: down one column and then the next, between those that lie across."""
-    pieces = sorted(pieces, key=lambda piece: -piece.base)
-    gutter = _gutter(pieces)
+def _arranged(runs: Sequence[TextRun]) -> list[TextRun]:
+    """Runs by their places: one column after the other, between runs that lie across both."""
+    runs = sorted(runs, key=lambda run: -run.base)
+    gutter = _gutter(runs)
     if gutter is None:
-        rows: list[list[Piece]] = []
-        for piece in pieces:
-            if rows and abs(rows[-1][0].base - piece.base) < 0.4 * piece.height:
-                rows[-1].append(piece)
+        rows: list[list[TextRun]] = []
+        for run in runs:
+            if rows and abs(rows[-1][0].base - run.base) < 0.4 * run.height:
+                rows[-1].append(run)
             else:
-                rows.append([piece])
-        return [piece for row in rows for piece in sorted(row, key=lambda piece: piece.left)]
-    ordered: list[Piece] = []
-    for across, band in itertools.groupby(pieces, key=lambda piece: _side(piece, gutter) == 0):
+                rows.append([run])
+        return [run for row in rows for run in sorted(row, key=lambda run: run.left)]
+    ordered: list[TextRun] = []
+    for across, band in itertools.groupby(runs, key=lambda run: _side(run, gutter) == 0):
         inside = list(band)
         if across:
             ordered += inside
         else:
             for side in (-1, 1):
-                ordered += _arranged([piece for piece in inside if _side(piece, gutter) == side])
+                ordered += _arranged([run for run in inside if _side(run, gutter) == side])
     return ordered
 
 
-def _rows(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces that follow each other on a line, as one."""
-    rows: list[Piece] = []
-    for piece in pieces:
-        row = rows[-1] if rows else piece
-        height = max(row.height, piece.height)
-        gap = piece.left - row.right
-        if _is_rtl(piece.text) or _is_rtl(row.text):
-            gap = max(gap, row.left - piece.right)
-        if rows and row.turn == piece.turn and abs(row.base - piece.base) < 0.4 * height and gap > -0.2 * height:
-            rows[-1] = _joined(row, piece, "\t" if gap > CELL_GAP * height else " " if gap > 0.1 * height else "")
+def _rows(runs: Sequence[TextRun]) -> list[TextRun]:
+    """Runs that follow each other on a line, as one."""
+    rows: list[TextRun] = []
+    for run in runs:
+        row = rows[-1] if rows else run
+        height = max(row.height, run.height)
+        gap = run.left - row.right
+        if _is_rtl(run.text) or _is_rtl(row.text):
+            gap = max(gap, row.left - run.right)
+        if rows and row.turn == run.turn and abs(row.base - run.base) < 0.4 * height and gap > -0.2 * height:
+            rows[-1] = _joined(row, run, "\t" if gap > CELL_GAP * height else " " if gap > 0.1 * height else "")
         else:
-            rows.append(piece)
+            rows.append(run)
     return rows
 
 
-def _paragraphs(rows: Sequence[Piece]) -> str:
-    """Rows as text: those of a paragraph on one line, a blank line where there is a gap."""
+def _paragraphs(rows: Sequence[TextRun]) -> str:
+    """Rows as text: a paragraph on one line, a blank line for a gap."""
     if not rows:
         return ""
     pairs = list(itertools.pairwise(rows))
@@ -295,19 +295,19 @@ def _paragraphs(rows: Sequence[Piece]) -> str:
     return "".join(text)
 
 
-def _is_alike(row: Piece, other: Piece) -> bool:
+def _is_alike(row: TextRun, other: TextRun) -> bool:
     return row.turn == other.turn and 2 / 3 < row.height / other.height < 3 / 2
 
 
-def _is_below(below: Piece, row: Piece) -> bool:
+def _is_below(below: TextRun, row: TextRun) -> bool:
     """Whether a row may be the next line of the one before."""
     if not _is_alike(row, below) or below.left > row.right or below.right < row.left:
         return False
     return 0.3 * row.height < row.base - below.base < 3 * row.height
 
 
-def _is_full(rows: Sequence[Piece], at: int, within: tuple[int, int]) -> bool:
-    """Whether a row leaves no room for the first word of the next one, in a column as wide as most rows around it."""
+def _is_full(rows: Sequence[TextRun], at: int, within: tuple[int, int]) -> bool:
+    """Whether the first word of the next row has no room in a row; rows around it give the width of the column."""
     row, below = rows[at], rows[at + 1]
     if row.right - row.left < NARROW * row.height or CELLS.match(row.text) or CELLS.match(below.text):
         return False
@@ -320,8 +320,8 @@ def _is_full(rows: Sequence[Piece], at: int, within: tuple[int, int]) -> bool:
     return row.right + (below.right - below.left) * (word + 0.5) / len(below.text) > margin
 
 
-def _begins(below: Piece, row: Piece, start: Piece) -> bool:
-    """Whether a row begins a paragraph by where it stands or by its mark."""
+def _begins(below: TextRun, row: TextRun, start: TextRun) -> bool:
+    """Whether a row begins a paragraph, by its indent or its bullet."""
     if BULLET.match(below.text):
         return True
     if abs((below.left + below.right) - (row.left + row.right)) < 0.5 * row.height:  # centred, or just as wide
@@ -333,7 +333,7 @@ def _begins(below: Piece, row: Piece, start: Piece) -> bool:
 
 
 def _without_hyphen(text: str, following: str) -> tuple[str, str]:
-    """A line's text and what goes between it and the next: nothing where a word goes on."""
+    """The text of a line without a hyphen that splits a word, and the space before the next line, if any."""
     if text[-1] in HYPHENS and len(text) > 1 and text[-2].isalnum():
         is_split = text[-1] == "\u00ad" or (text[-2].islower() and following[0].islower())
         return (text[:-1] if is_split else text[:-1] + "-"), ""

@@ -1,34 +1,35 @@
 """Records: JSON Lines, JSON, CSV, Parquet and Arrow, record by record.
 
 A record becomes a document, by the first of these that it has:
-- what the caller asks for: a column, or a template such as "{title}\\n\\n{text}";
+- the `text_column` of the caller: a column, or a template such as "{title}\\n\\n{text}";
 - `messages` or `conversations`, a chat. Each turn is written as "<|role|>\\nwhat was said\\n", and only what the
   assistant says, with the newline that ends it, is learned;
 - `prompt` and `completion`, one after the other as they are, of which the completion is learned;
 - `text`, else `content`, else the only column with words in it.
 
-A record that cannot be used is passed over, and `note` is told why. A file that has no other is Unreadable.
+A record that cannot be used is skipped, and `note` is called with the reason. A file without any other is Unreadable.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 from ...files import pip_command
-from ..documents import Note, Part, Unreadable, unheard
+from ..documents import Note, TextPart, Unreadable, no_note, read_whole
 from . import encodings, text
 
 LONGEST_RECORD = 2**26  # characters
 LARGEST_JSON = 2**28  # bytes
-LEAST_WRONG = 4  # bytes that are not UTF-8, and an encoding is guessed; fewer are damage
-BROKEN_LINES = 10  # so many at the beginning, and a file is not JSON Lines
+LEAST_WRONG = 4  # if so many bytes are not UTF-8, the encoding is guessed; fewer are damage
+BROKEN_LINES = 10  # a file that begins with so many is not JSON Lines
 BATCH_ROWS = 256
-NAMED_COLUMNS, LONGEST_NAME = 8, 40  # of columns, where none is the text
+NAMED_COLUMNS, LONGEST_NAME = 8, 40  # of columns, in the message that none is the text
 COLUMNS = ("text", "content")
 CHATS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
@@ -36,7 +37,7 @@ DELIMITERS = ",;\t|"
 
 
 class Number(str):
-    """A number of JSON as it is written: no digit is lost, and no hundred million of them are computed with."""
+    """A number of JSON as it is written: no digit is lost, and long numbers take no time to convert."""
 
 
 DECODER = json.JSONDecoder(parse_float=Number, parse_int=Number, parse_constant=Number)
@@ -45,33 +46,33 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PLACE = re.compile(r"\{([^{}]+)\}")
 
 
-def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """JSON Lines: an object or a string on each line."""
     return rows(_json_lines(stream), text_column, note)
 
 
-def json_(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
-    """JSON: a list of objects or strings, which are a document each, or one alone. JSON Lines may have this name."""
+def json_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+    """JSON: a list of objects or strings, a document each, or a single one. JSON Lines may also have this suffix."""
     return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
 
 
-def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
-    """CSV with a header row. The delimiter is the one that the header has most of."""
+def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+    """CSV with a header row. The delimiter is the one that is most frequent in the header."""
     return rows(_table(stream, DELIMITERS), text_column, note)
 
 
-def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
+def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
     """Tab-separated values with a header row; quotes are those of CSV."""
     return rows(_table(stream, "\t"), text_column, note)
 
 
-def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
-    """Parquet, some rows at a time, of which only the columns that hold the text are read."""
+def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+    """Parquet, some rows at a time. Only the columns of the text are read."""
     return rows(_parquet(stream, text_column), text_column, note)
 
 
-def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
-    """Arrow's file format, which Feather is too, and its stream format, batch by batch."""
+def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+    """Arrow's file format (also Feather) and its stream format, batch by batch."""
     return rows(_arrow(stream), text_column, note)
 
 
@@ -79,10 +80,10 @@ def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = unheard
 Records = Iterator[Any | Unreadable]
 
 
-def rows(records: Records, text_column: str | None = None, note: Note = unheard) -> Iterator[Part]:
-    """The documents in records, wherever those come from."""
+def rows(records: Records, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+    """The documents in records."""
     reason = "empty"
-    columns: list[str] = []  # of a record that was not usable
+    columns: list[str] = []  # of the first record that cannot be used
     found = False
     for record in records:
         try:
@@ -104,27 +105,27 @@ def rows(records: Records, text_column: str | None = None, note: Note = unheard)
         raise Unreadable(reason)
 
 
-def _parts(record: Any, text_column: str | None) -> list[Part]:
+def _parts(record: Any, text_column: str | None) -> list[TextPart]:
     """The document in a record."""
     if _is_text(record):
         record = {"text": record}
     if not isinstance(record, dict):
         raise Unreadable("no text column")
     if text_column is not None:
-        return [Part(_filled(record, text_column))]
+        return [TextPart(_filled(record, text_column))]
     for name in CHATS:
         if isinstance(record.get(name), list):
             return _chat(record[name])
     if _is_text(record.get("prompt")) and _is_text(record.get("completion")):
         prompt, completion = _clean(record["prompt"]), _written(record["completion"])
-        return [Part(prompt, learn=False, ends=False), Part(completion)] if prompt else [Part(completion)]
+        return [TextPart(prompt, learn=False, ends=False), TextPart(completion)] if prompt else [TextPart(completion)]
     for name in COLUMNS:
         if _is_text(record.get(name)):
-            return [Part(_written(record[name]))]
+            return [TextPart(_written(record[name]))]
     words = [value for value in record.values() if _is_text(value) and not _is_number(value)]
     if len(words) != 1:
         raise Unreadable("no text column")
-    return [Part(_written(words[0]))]
+    return [TextPart(_written(words[0]))]
 
 
 def _kind(value: Any) -> str:
@@ -151,8 +152,8 @@ def _filled(record: dict[str, Any], text_column: str) -> str:
     return _written(value(text_column))
 
 
-def _chat(turns: list[Any]) -> list[Part]:
-    """Turns of {role, content} or {from, value}, as parts that are learned and not learned in alternation."""
+def _chat(turns: list[Any]) -> list[TextPart]:
+    """Turns of {role, content} or {from, value}, as parts that are learned or not learned."""
     pieces: list[tuple[str, bool]] = []
     for turn in turns:
         if not isinstance(turn, dict):
@@ -165,13 +166,13 @@ def _chat(turns: list[Any]) -> list[Part]:
         role = ROLES.get(role.lower(), role.lower())
         if said:
             pieces += [(f"<|{role}|>\n", False), (f"{said}\n", role == "assistant")]
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     for piece, learn in pieces:
         before = parts.pop().text if parts and parts[-1].learn == learn else ""
-        parts.append(Part(before + _clean(piece), learn, ends=False))
+        parts.append(TextPart(before + _clean(piece), learn, ends=False))
     if not any(part.learn for part in parts):
         raise Unreadable("a chat without an answer")
-    return [*parts[:-1], Part(parts[-1].text, parts[-1].learn)]
+    return [*parts[:-1], TextPart(parts[-1].text, parts[-1].learn)]
 
 
 def _written(words: str) -> str:
@@ -228,7 +229,7 @@ def _parsed(line: str) -> Any | Unreadable:
 
 
 def _lines(stream: BinaryIO) -> Generator[str | None]:
-    """Lines in any encoding; None for one that is too long. Wrong bytes become U+FFFD: a line is lost, not a file."""
+    """Lines in any encoding; None for one that is too long. Wrong bytes become U+FFFD: they cost a line at most."""
     if isinstance(stream, io.BufferedReader) and not stream.seekable():  # being unpacked, and read from its beginning
         head = stream.peek(4)
         codec = _codec(io.BytesIO(head[: head.rfind(b"\n") + 1] or head.rstrip(encodings.NOT_ASCII)))
@@ -249,7 +250,7 @@ def _lines(stream: BinaryIO) -> Generator[str | None]:
 
 
 def _codec(stream: BinaryIO) -> str:
-    """UTF-16 and UTF-32 by the first bytes, as JSON has it; else what all of the file is in, or mostly."""
+    """UTF-16 or UTF-32 by the first bytes, as the JSON standard says; else the encoding of the whole file."""
     stream.seek(0)
     codec: str = json.detect_encoding(stream.read(4))
     if codec.startswith("utf-8"):
@@ -261,7 +262,7 @@ def _codec(stream: BinaryIO) -> str:
 
 
 def _has_lines(stream: BinaryIO) -> bool:
-    """Whether the first line is an object, and not all of the file."""
+    """Whether the first line is an object, and more lines follow."""
     lines = _lines(stream)
     first, second = next(lines, ""), next(lines, "")
     lines.close()
@@ -269,11 +270,9 @@ def _has_lines(stream: BinaryIO) -> bool:
 
 
 def _json_values(stream: BinaryIO) -> Records:
-    """The value in a file; if it is a list, its values, of which one is in memory at a time."""
+    """The value of a file; the values of a list one by one."""
     stream.seek(0)
-    data = stream.read(LARGEST_JSON + 1)
-    if len(data) > LARGEST_JSON:
-        raise Unreadable("too large")
+    data = read_whole(stream, LARGEST_JSON)
     whole = data.decode(_codec(io.BytesIO(data)), "replace")
     del data
     if whole.count("\ufffd") * 20 > len(whole):
@@ -306,7 +305,7 @@ def _skip_space(whole: str, at: int) -> int:
 
 def _table(stream: BinaryIO, delimiters: str) -> Records:
     """Rows as records, by the names in the first."""
-    csv.field_size_limit(LONGEST_RECORD)  # of the whole process; the default cuts off long documents
+    csv.field_size_limit(LONGEST_RECORD)  # for the whole process; the default refuses long documents
     fed = 0
 
     def lines() -> Iterator[str]:
@@ -319,8 +318,8 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
 
     source = lines()
     first = next(source)
-    delimiter = max(delimiters, key=first.count)  # the first of those it has as often
-    table = csv.reader(_chain(first, source), delimiter=delimiter)
+    delimiter = max(delimiters, key=first.count)  # the first of equally frequent ones
+    table = csv.reader(itertools.chain([first], source), delimiter=delimiter)
     names: list[str] | None = None
     try:
         for row in table:
@@ -335,13 +334,8 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
         raise Unreadable("broken CSV") from None
 
 
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
-
-
 def _split(pieces: Iterable[str]) -> Iterator[str]:
-    """Lines, with their ends, from pieces that were cut anywhere."""
+    """Lines with their ends, from pieces of text."""
     held: list[str] = []
     size = 0
     for piece in pieces:
@@ -374,7 +368,7 @@ def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
         file = pyarrow.parquet.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         columns = _columns(file.schema_arrow.names, text_column)
         for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-            yield from _batch(batch)
+            yield from batch.to_pylist()
     except (Unreadable, MemoryError):
         raise
     except Exception:  # pyarrow raises many kinds, OSError among them
@@ -382,7 +376,7 @@ def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
 
 
 def _columns(names: list[str], text_column: str | None) -> list[str] | None:
-    """The columns that decide what a record's text is; None for all."""
+    """The columns that may hold the text; None for all."""
     if text_column is not None:
         wanted = PLACE.findall(text_column) or [text_column]
     else:
@@ -404,15 +398,10 @@ def _arrow(stream: BinaryIO) -> Records:
         else:
             batches = iter(pyarrow.ipc.open_stream(stream))
         for batch in batches:
-            batch.validate(full=True)  # else offsets that lead elsewhere are followed
+            batch.validate(full=True)  # else pyarrow follows wrong offsets
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _batch(batch.slice(start, BATCH_ROWS))
+                yield from batch.slice(start, BATCH_ROWS).to_pylist()
     except (Unreadable, MemoryError):
         raise
     except Exception:
         raise Unreadable("broken Arrow") from None
-
-
-def _batch(batch: Any) -> list[Any]:
-    records: list[Any] = batch.to_pylist()
-    return records

@@ -9,20 +9,20 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from ..documents import Part
+from ..documents import TextPart
 from . import encodings
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """The file as one document, in parts of at most encodings.PIECE_CHARACTERS."""
     pieces = encodings.pieces(stream, encodings.find(stream))
     waiting = next(pieces)
     for piece in pieces:
-        yield Part(waiting, ends=False)
+        yield TextPart(waiting, ends=False)
         waiting = piece
-    yield Part(waiting)
+    yield TextPart(waiting)
 
 
 def decode(data: bytes) -> str:
-    """The text of a whole small input. Raises Unreadable as `read` does."""
+    """The text of a small file. Raises Unreadable as `read` does."""
     return "".join(part.text for part in read(io.BytesIO(data)))

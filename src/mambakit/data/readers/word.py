@@ -1,6 +1,6 @@
-"""Word: .docx, which is XML in a zip file. A paragraph is a line, as is a row of a table, with tabs between its cells.
+"""Word: .docx, which is XML in a zip file. A paragraph is a line; so is a row of a table, with tabs between its cells.
 
-`open_zip` and `open_entry` are how zip files are read here: unpacked block by block, up to a limit.
+`open_zip` and `open_entry` read zip files for all readers: unpacked block by block, up to a limit.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, BinaryIO
 
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from .xml import events, parts
 
 LARGEST_ENTRY = 2**28  # bytes, unpacked
 OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of old Word files, and of new ones with a password
 ENCRYPTED = "EncryptedPackage".encode("utf-16-le")
-OLE_WITHIN = 2**24  # bytes in which that name is looked for
+OLE_WITHIN = 2**24  # bytes in which that name is searched
 BODY, *NOTES = "word/document.xml", "word/footnotes.xml", "word/endnotes.xml"
 NAMESPACES = ("wordprocessingml/2006/main", "wordprocessingml/main", "officeDocument/2006/math", "officeDocument/math")
 SIGNS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
@@ -29,7 +29,7 @@ BROKEN = (
 )  # fmt: skip
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file, in parts: its body, and then its notes."""
     start = stream.read(OLE_WITHIN)
     if start.startswith(OLE):
@@ -42,11 +42,11 @@ def read(stream: BinaryIO) -> Iterator[Part]:
 
 
 def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[str]:
-    """Paragraphs and rows. Text is what stands in `t`; deleted text and the codes of fields stand in others."""
+    """Paragraphs and rows. Text stands in `t`; deleted text and the codes of fields stand in other elements."""
     texts: list[list[str]] = []  # of open paragraphs; a text box has paragraphs inside one
-    rows: list[list[list[str]]] = []  # cells of open rows, and what stands in them
+    rows: list[list[list[str]]] = []  # cells of open rows, and their words
     is_text = False
-    skips = 0  # open elements that are passed over
+    skips = 0  # open elements that are skipped
     yield ""
     for event in events(open_entry(archive, name, LARGEST_ENTRY)):
         if event.kind == "text":
@@ -56,7 +56,7 @@ def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[str]:
         space, _, tag = event.value.rpartition("}")
         starts = event.kind == "start"
         is_separator = tag in ("footnote", "endnote") and "type" in {key.rpartition("}")[2] for key in event.attributes}
-        if skips or tag == "Fallback" or is_separator:  # Fallback: the same once more, for older programs
+        if skips or tag == "Fallback" or is_separator:  # Fallback: the same text again, for older programs
             skips += 1 if starts else -1
         elif not space.endswith(NAMESPACES):
             continue
@@ -112,7 +112,7 @@ class _Entry(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Anywhere: what lies before is unpacked again."""
+        """Seek anywhere; to go back, the entry is unpacked again."""
         try:
             at = self.unpacked.seek(offset, whence)
         except BROKEN:

@@ -1,7 +1,7 @@
-"""XML: its text in the order of the file. An element that has text of its own is a line, with what is inside it; one
-that only has elements is as many lines as they are.
+"""XML: its text in the order of the file. An element with text of its own is one line, with all that is inside it. An
+element with elements alone is as many lines as they are.
 
-`events` is how all XML is read here: no tree, no entities of the document's own, nothing from outside, bounded depth.
+`events` reads XML for all readers: no tree, no entities of the document's own, nothing from outside, bounded depth.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 from ...files import pip_command
-from ..documents import Part, Unreadable
+from ..documents import TextPart, Unreadable
 from . import encodings
 from .html import CONTROLS, SPACE
 
 LARGEST_TEXT = 2**28  # characters of a document
-LARGEST_ELEMENT = 2**25  # bytes, about, of text that has to stay together
+LARGEST_ELEMENT = 2**25  # bytes, about, of text that is held until its element ends
 PART_SIZE = 2**20  # characters, about
 READ_BYTES = 2**16
 OVERHEAD = 64  # bytes that Python takes for a string, about
 DEEPEST = 1000  # elements inside each other
-LARGEST_TOKEN = 64  # characters of a reference to a sign
+LARGEST_TOKEN = 64  # characters of a reference such as &eacute;
 
 REFERENCE = re.compile(r"&([a-zA-Z][a-zA-Z0-9]*);")
 ENTITIES = re.compile(r"<!DOCTYPE[^>\[]*\[[^\]]*<!ENTITY")
@@ -34,7 +34,7 @@ OWN = {"amp", "lt", "gt", "quot", "apos"}  # XML's own, which the parser knows
 
 
 class Event(NamedTuple):
-    """What the parser met: "start" and "end" of an element with its tag, as "{namespace}name", or "text"."""
+    """What the parser has read: "start" or "end" of an element with its tag, as "{namespace}name", or "text"."""
 
     kind: str
     value: str
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class _Events(list[Event]):
-    """What lxml calls while it parses."""
+    """The target that lxml calls while it parses."""
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         self.append(Event("start", tag, dict(attributes)))
@@ -58,7 +58,7 @@ class _Events(list[Event]):
 
 
 def events(stream: BinaryIO) -> Iterator[Event]:
-    """An XML file, event by event. Raises Unreadable for what is broken, nested too deep, or defines entities."""
+    """An XML file, event by event. Raises Unreadable if it is broken, nested too deep, or defines entities."""
     try:
         from lxml import etree
     except ImportError:
@@ -89,7 +89,7 @@ def events(stream: BinaryIO) -> Iterator[Event]:
 
 
 def _blocks(stream: BinaryIO) -> Iterator[str]:
-    """The file decoded, with HTML's names of signs written out: without a DTD, the parser would drop or refuse them."""
+    """The decoded file, with HTML's named characters replaced: without a DTD, the parser drops or refuses them."""
     encoding = encodings.find(stream, is_markup=True)
     stream.seek(0)
     decoder = codecs.getincrementaldecoder(encoding.codec)(encoding.errors)
@@ -100,36 +100,36 @@ def _blocks(stream: BinaryIO) -> Iterator[str]:
         text += decoder.decode(data, final=ends)
         cut = len(text)
         if not ends and (at := text.rfind("&", -LARGEST_TOKEN)) >= 0:
-            cut = at  # it may go on in the next block
+            cut = at  # the reference may continue in the next block
         if cut:
-            yield CONTROLS.sub("", REFERENCE.sub(_sign, text[:cut]))
+            yield CONTROLS.sub("", REFERENCE.sub(_character, text[:cut]))
         text = text[cut:]
 
 
-def _sign(match: re.Match[str]) -> str:
+def _character(match: re.Match[str]) -> str:
     code = html.entities.name2codepoint.get(match[1])
     return match[0] if code is None or match[1] in OWN else chr(code)
 
 
 @dataclass
 class _Open:
-    """An element that has not ended: its text, and the lines of each element inside it."""
+    """An open element: its text, and the lines of each element inside it."""
 
     inside: list[str | list[str]] = field(default_factory=list)
     is_line: bool = False
     spaces: str | None = None  # since the last element that has lines
 
-    def meets_text(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         self.inside.append(text)
         self.is_line |= not text.isspace()
         if self.spaces is not None and not self.is_line:
             self.spaces += text
 
-    def meets_element(self) -> None:
-        """Spaces between two elements on one line of the file: they are parts of one line."""
+    def add_element(self) -> None:
+        """Two elements with only spaces between them, on one line of the file, belong to one line."""
         self.is_line |= bool(self.spaces) and "\n" not in (self.spaces or "")
 
-    def meets_lines(self, lines: list[str]) -> None:
+    def add_lines(self, lines: list[str]) -> None:
         self.inside.append(lines)
         self.spaces = ""
 
@@ -150,23 +150,23 @@ class _Open:
         return sum(len(text) + OVERHEAD for text in texts)
 
 
-def read(stream: BinaryIO) -> Iterator[Part]:
+def read(stream: BinaryIO) -> Iterator[TextPart]:
     """A document for a file, in parts."""
     return parts(_lines(stream))
 
 
 def _lines(stream: BinaryIO) -> Iterator[str]:
     opened = [_Open()]
-    held = tried = 0  # bytes, about, that wait for an element to end; those that waited when we last looked
+    held = tried = 0  # bytes, about, held in open elements: now, and at the last attempt to yield lines
     for event in events(stream):
         if event.kind == "text":
-            opened[-1].meets_text(event.value)
+            opened[-1].add_text(event.value)
             held += len(event.value) + OVERHEAD
         elif event.kind == "start":
-            opened[-1].meets_element()
+            opened[-1].add_element()
             opened.append(_Open())
         elif lines := opened.pop().lines():
-            opened[-1].meets_lines(lines)
+            opened[-1].add_lines(lines)
         if held > LARGEST_ELEMENT:
             raise Unreadable("too large")
         if held - tried > PART_SIZE:
@@ -177,8 +177,8 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
     yield from opened[0].lines()
 
 
-def parts(lines: Iterable[str]) -> Iterator[Part]:
-    """A document of such lines, in parts of about a megabyte, with no more than one blank line between two others."""
+def parts(lines: Iterable[str]) -> Iterator[TextPart]:
+    """A document of these lines, in parts of about a megabyte, with at most one blank line between two others."""
     last, waiting, held, size = "", [""], 0, 0
     for line in lines:
         if not line and not waiting[-1]:
@@ -187,7 +187,7 @@ def parts(lines: Iterable[str]) -> Iterator[Part]:
         held += len(line) + OVERHEAD
         if held > PART_SIZE:
             if last:
-                yield Part(last, ends=False)
+                yield TextPart(last, ends=False)
             last = "\n".join(waiting[1:]) + "\n"
             size += len(last)
             if size > LARGEST_TEXT:
@@ -195,8 +195,8 @@ def parts(lines: Iterable[str]) -> Iterator[Part]:
             waiting, held = [line], 0
     if rest := "\n".join(waiting[1:]):
         if last:
-            yield Part(last, ends=False)
+            yield TextPart(last, ends=False)
         last = rest
     if not last.strip():
         raise Unreadable("no text")
-    yield Part(last.rstrip())
+    yield TextPart(last.rstrip())
