@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..mixers import Mamba1Dims
+from ..config import Mamba1Dims
 from .layers import DtProjection, KeepsFp32, convolution, init_dt_bias_, init_linear_
 from .recompute import Recipes, run
 from .state import LayerState

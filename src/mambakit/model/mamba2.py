@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..mixers import Mamba2Dims
+from ..config import Mamba2Dims
 from .layers import KeepsFp32, NormWeight, convolution, init_dt_bias_, init_linear_
 from .recompute import Recipes, run
 from .state import LayerState

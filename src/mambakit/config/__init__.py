@@ -1,0 +1,44 @@
+"""Every setting, its default and its checks. Imports no torch, so that a wrong setting is told at once."""
+
+from .base import ConfigError, Settings
+from .mixers import Mamba1Dims, Mamba2Dims
+from .model import UNKNOWN_VOCABULARY, ModelConfig
+from .reading import read_config, read_run_config, read_yaml, write_yaml
+from .resolving import merge, resolve
+from .sections import (
+    SECTIONS,
+    CheckpointConfig,
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrepareConfig,
+    Recompute,
+    RunConfig,
+    TrackConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "SECTIONS",
+    "UNKNOWN_VOCABULARY",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "Mamba1Dims",
+    "Mamba2Dims",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrepareConfig",
+    "Recompute",
+    "RunConfig",
+    "Settings",
+    "TrackConfig",
+    "TrainConfig",
+    "merge",
+    "read_config",
+    "read_run_config",
+    "read_yaml",
+    "resolve",
+    "write_yaml",
+]

@@ -1,0 +1,325 @@
+"""The other sections of settings, and the whole config of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from ..files import paths_of
+from .base import Settings
+from .model import UNKNOWN_VOCABULARY, ModelConfig
+
+
+def _at_home(value: Any) -> Any:
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _not_empty(value: str | None, info: ValidationInfo) -> str | None:
+    if value == "":
+        raise ValueError(f"{info.field_name} is empty; give a value, or leave it out")
+    return value
+
+
+# Settings for text, which `prepare` and a run that trains on text have in common.
+TokenizerSpec = Annotated[
+    str,
+    BeforeValidator(_at_home),
+    Field(
+        description="bytes, a tokenizer.json, a Hugging Face name, or train:VOCAB: byte-level BPE learned from the text"
+    ),
+]
+ValFraction = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        lt=1,
+        description="share of the text held out for validation: whole documents, or blocks where documents are few; "
+        "unless set, 0.02, and up to 0.1 where that is less than 128 KiB",
+    ),
+]
+Separator = Annotated[
+    str | None,
+    Field(
+        max_length=2**16,
+        description="text between the documents of one file, such as '<|endoftext|>': files are cut there; none: never "
+        "cut; unless set, never cut, but well-known markers are reported",
+    ),
+    AfterValidator(_not_empty),
+]
+TextColumn = Annotated[
+    str | None,
+    Field(
+        description="of records: the column that is their text, or a template such as '{title}\\n\\n{text}'; found by "
+        "itself unless set"
+    ),
+    AfterValidator(_not_empty),
+]
+
+
+class PrepareConfig(Settings):
+    """How documents become shards."""
+
+    tokenizer: TokenizerSpec = "train:8192"
+    val_fraction: ValFraction = None
+    workers: int | None = Field(None, ge=1, description="threads that tokenize; one for each core unless set")
+    strict: bool = Field(False, description="a file that cannot be read is an error, and not skipped")
+    layout: Literal["packed32", "wide64"] | None = Field(
+        None, description="how a token is stored; unless set, packed32 for up to 65,536 token ids, else wide64"
+    )
+    text_column: TextColumn = None
+    separator: Separator = None
+    min_characters: int = Field(0, ge=0, description="leave out documents with fewer characters")
+    copies: Literal["keep", "exact", "near"] = Field(
+        "keep", description="leave out copies of earlier documents: exact ones, or also those that share most 5-grams"
+    )
+
+
+class DataConfig(Settings):
+    """What is read, and how rows are cut from it."""
+
+    path: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once"
+    )
+    tokenizer: TokenizerSpec = "train:8192"
+    val_fraction: ValFraction = None
+    separator: Separator = None
+    text_column: TextColumn = None
+    sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
+    seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
+    workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
+    prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
+    tokens: Literal["auto", "packed32", "uint16", "uint32"] = Field(
+        "auto", description="for .bin and .npy files of tokens: how they are written; detected unless set"
+    )
+    mix: Annotated[tuple[Annotated[float, Field(strict=False)], ...], Field(strict=False)] = Field(
+        (), description="how often rows come from each source, in the order they were prepared in; by size unless set"
+    )
+    temperature: float = Field(
+        1.0,
+        ge=0.01,
+        le=1e6,
+        description="rows come from a source by its size to the power of 1 / this: more even above 1",
+    )
+    carry_state: bool = Field(
+        False, description="rows read on where they stopped, with the model's state: training beyond the row"
+    )
+
+    @model_validator(mode="after")
+    def _mix_is_possible(self) -> DataConfig:
+        if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):
+            raise ValueError(f"data.mix={self.mix}: need weights of at least 0, and one above it")
+        if self.mix and self.temperature != 1:
+            raise ValueError("data.mix and data.temperature both say how sources are mixed; give one of them")
+        if (self.mix or self.temperature != 1) and self.carry_state:
+            raise ValueError("data.carry_state reads sources as they lie; it cannot be combined with a mix of them")
+        return self
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        paths = [value] if isinstance(value, str) else value
+        return paths_of(paths) if isinstance(paths, list | tuple) and all(isinstance(p, str) for p in paths) else paths
+
+
+class OptimConfig(Settings):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    min_lr: float = Field(1e-5, ge=0, description="learning rate at the end, for cosine, linear and wsd")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="after warm-up; wsd stays at the peak and decays over the last decay_steps"
+    )
+    warmup_steps: int | None = Field(None, ge=0, description="a tenth of the run, at most 2000, unless set")
+    decay_steps: int | None = Field(None, ge=0, description="(wsd) a fifth of the run unless set")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="never on A_log, D, dt bias, norms and biases")
+    clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null leaves it as it is")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> OptimConfig:
+        problems = []
+        if self.schedule != "constant" and self.min_lr > self.lr:
+            problems.append(f"min_lr={self.min_lr} is above lr={self.lr}; lower it, or raise lr")
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            problems.append(f"decay_steps is a setting of schedule=wsd, but schedule={self.schedule}; remove one")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+# What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output and some sums of
+# the residual stream; all of a block.
+Recompute = Literal["none", "light", "mixer", "block"]
+
+
+class TrainConfig(Settings):
+    """How long, in what steps, and what is looked at on the way."""
+
+    # The three ways to say how long a run is; one at most is set, and one is chosen when the run begins if none is.
+    LENGTHS: ClassVar[tuple[str, ...]] = ("steps", "tokens", "epochs")
+
+    steps: int | None = Field(
+        None,
+        ge=1,
+        le=2**40,
+        description="run length in optimizer steps; by data, model and device unless one of three is set",
+    )
+    tokens: int | None = Field(None, ge=1, le=2**60, description="run length in tokens")
+    epochs: float | None = Field(None, gt=0, le=1e6, description="run length in passes over the data")
+    batch_tokens: int = Field(32768, ge=1, le=2**32, description="tokens of one optimizer step")
+    micro_batch_rows: int | None = Field(
+        None, ge=1, description="rows computed at once; as many as make 8192 tokens unless set"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
+    )
+    compile: bool = Field(False, description="torch.compile the model")
+    cuda_graph: bool = Field(
+        True,
+        description="on a GPU, capture the pass over a micro-batch once and replay it, so that small ones do not wait "
+        "for the host; not together with compile",
+    )
+    recompute: Literal["auto", "none", "light", "mixer", "block"] = Field(
+        "auto",
+        description="what backward computes once more rather than keep. light: norms and dt; mixer: all but the output "
+        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: light on a GPU, "
+        "none on a CPU",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="decides the first weights and dropout")
+    eval_every: int = Field(1000, ge=0, description="steps between evaluations on the validation split; 0 for none")
+    eval_tokens: int | None = Field(2**20, ge=1, description="tokens of an evaluation; null for the whole split")
+    eval_batch_rows: int | None = Field(None, ge=1, description="rows evaluated at once; micro_batch_rows unless set")
+    early_stop: int | None = Field(None, ge=1, description="stop after this many evaluations without a better loss")
+
+    @property
+    def has_length(self) -> bool:
+        return any(getattr(self, name) is not None for name in self.LENGTHS)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainConfig:
+        problems = []
+        given = [name for name in self.LENGTHS if getattr(self, name) is not None]
+        if len(given) > 1:
+            problems.append(f"{' and '.join(given)} both say how long the run is; keep one")
+        if self.early_stop is not None and self.eval_every == 0:
+            problems.append("early_stop needs evaluations, but eval_every=0; set it, or remove early_stop")
+        if self.compile and self.recompute in ("light", "mixer"):
+            problems.append(
+                f"recompute={self.recompute} has no effect with compile=true, where torch decides what is kept; "
+                "use block, none or auto, or remove compile"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class CheckpointConfig(Settings):
+    """When the run is saved, and what is kept."""
+
+    every: int = Field(1000, ge=1, description="steps between checkpoints; the last step is saved always")
+    keep_last: int = Field(2, ge=1, description="the newest ones kept")
+    keep_every: int | None = Field(None, ge=1, description="also keep those whose step is a multiple of this")
+    keep_best: bool = Field(True, description="also save and keep the one with the lowest validation loss")
+
+
+class TrackConfig(Settings):
+    """What is shown and recorded on the way."""
+
+    log_every: int = Field(10, ge=1, description="steps between lines where there is no live display")
+    sample_every: int = Field(1000, ge=0, description="steps between samples of text; 0 for none")
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="beginnings the samples go on from; those of two validation documents unless set"
+    )
+    sample_tokens: int = Field(100, ge=1, le=2**20, description="length of a sample")
+
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class ParallelConfig(Settings):
+    """Where the run computes."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        "auto", description="auto: the CUDA GPU where there is one, else the CPU"
+    )
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; what torch chooses unless set")
+
+
+class RunConfig(Settings):
+    """Everything a training run is made of."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        problems = list(problems_between({name: getattr(self, name) for name in SECTIONS}))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of one optimizer step."""
+        return self.train.batch_tokens // self.data.sequence_length
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows computed at once."""
+        return min(self.batch_rows, self.train.micro_batch_rows or max(1, 8192 // self.data.sequence_length))
+
+    def differences(self, other: RunConfig) -> list[str]:
+        """Settings that differ, one line each."""
+        mine, theirs = self.to_json(), other.to_json()
+        return [
+            f"{section}.{name}: {value} -> {theirs[section][name]}"
+            for section, fields in mine.items()
+            for name, value in fields.items()
+            if theirs[section][name] != value
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, from which `resolve` makes an equal config."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        if self.model.vocab_size == UNKNOWN_VOCABULARY:
+            del values["model"]["vocab_size"]
+        values["model"]["dt_limit"] = [bound if math.isfinite(bound) else "inf" for bound in self.model.dt_limit]
+        return values
+
+
+SECTIONS: dict[str, type[Settings]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "track": TrackConfig,
+    "parallel": ParallelConfig,
+}
+
+
+def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
+    """What does not fit together across sections, of those that are right by themselves."""
+    data, optim, train = (sections.get(name) for name in ("data", "optim", "train"))
+    if data and train and train.batch_tokens % data.sequence_length:
+        yield (
+            f"train.batch_tokens={train.batch_tokens} is not a multiple of data.sequence_length="
+            f"{data.sequence_length}; try {max(1, train.batch_tokens // data.sequence_length) * data.sequence_length}"
+        )
+    if optim and train and train.steps is not None:
+        for name, value in (("warmup_steps", optim.warmup_steps), ("decay_steps", optim.decay_steps)):
+            if value is not None and value > train.steps:
+                yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
