@@ -59,9 +59,8 @@ def decays_kernel(
         if tl.program_id(1) == 0:
             is_earlier = (document[None, :] < document[:, None]).to(tl.int32)
             tl.store(doc_starts + row * (num_chunks * Q) + first + q, tl.sum(is_earlier, axis=1))
-        first_doc = tl.load(
-            doc_ids - tl.where(first > 0, doc_time, 0)
-        )  # the initial state belongs to the first document
+        # The initial state belongs to the row's first document.
+        first_doc = tl.load(doc_ids - tl.where(first > 0, doc_time, 0))
         last_doc = tl.load(doc_ids + (tl.minimum(remaining, Q) - 1) * doc_time)
         from_start = tl.where((document == first_doc)[:, None], from_start, 0.0)
         to_end = tl.where((document == last_doc)[:, None], to_end, -float("inf"))
