@@ -102,7 +102,7 @@ def test_a_chunk_size_is_taken_where_plain_torch_serves_the_call(monkeypatch: py
         return ssd_chunked(*arguments, chunk=chunk, **options)
 
     monkeypatch.setattr(importlib.import_module("mambakit.ops.ssd"), "ssd_chunked", noted)
-    monkeypatch.setattr("mambakit.ops.dispatch.choose", lambda *a, **k: "torch")
+    monkeypatch.setattr("mambakit.ops.dispatch.pick", lambda *a, **k: "torch")
     for given in (10, None):
         ops.ssd(chunk_size=given, **cases.ssd(1, 30))
     assert taken == [10, 64]

@@ -32,11 +32,7 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor]:
     """The convolution over whole rows: (y (B, L, D), final state (B, W-1, D)), both in x's dtype."""
     silu = _check(x, weight, bias, doc_ids, initial_state, activation)
-    if dispatch.choose("causal_conv1d", x, unfit=_unfit(x, weight)) == "reference":
-        return causal_conv1d_reference(
-            x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation
-        )
-    y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
+    y, final_state = dispatch.call("causal_conv1d", x, weight, bias, doc_ids, initial_state, silu)
     return y, final_state
 
 
@@ -61,7 +57,7 @@ def causal_conv1d_beside(
     before, x, after = _split(wide, first, channels)
     silu = _check(x, weight, bias, doc_ids, initial_state, activation)
     is_served = wide.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and dispatch.choose("causal_conv1d", wide, unfit=_unfit(wide, weight)) == "cuda":
+    if is_served and dispatch.pick("causal_conv1d", wide, weight) == "cuda":
         outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _ConvBeside.apply(  # type: ignore[no-untyped-call]
             wide, first, weight, bias, doc_ids, initial_state, silu
         )
@@ -136,14 +132,6 @@ def _check(
     return _is_silu("causal_conv1d", activation)
 
 
-def _unfit(x: Tensor, weight: Tensor) -> str | None:
-    if x.device.type != "cuda":
-        return None
-    from .gpu.causal_conv1d import unfit
-
-    return unfit(weight)
-
-
 def causal_conv1d_step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
 ) -> tuple[Tensor, Tensor]:
@@ -160,13 +148,7 @@ def causal_conv1d_step(
 
 
 def causal_conv1d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    activation: str | None = "silu",
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """One shifted copy of the row per tap, masked where it would look into another document."""
     dtype = compute_dtype(x)
@@ -182,7 +164,7 @@ def causal_conv1d_reference(
         y = y + weight[:, width - 1 - k].to(dtype) * seen
     if bias is not None:
         y = y + bias.to(dtype)
-    if activation == "silu":
+    if silu:
         y = F.silu(y)
     return y.to(x.dtype), _final_state(x, state, starts)
 
@@ -301,3 +283,16 @@ def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> 
 
 
 _conv.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_cuda(x: Tensor, weight: Tensor, *_: object) -> str | None:
+    from .gpu.causal_conv1d import unfit
+
+    return unfit(weight)
+
+
+dispatch.TABLE["causal_conv1d"] = {
+    "cuda": dispatch.Row(_conv, _why_not_cuda),
+    "cpu": dispatch.Row(_conv),
+    "reference": dispatch.Row(causal_conv1d_reference),
+}

@@ -36,11 +36,7 @@ def linear_cross_entropy(
             f"need {tuple(targets.shape)} on {targets.device}, as targets"
         )
     counted = None if loss_mask is None else loss_mask.to(torch.bool)
-    if dispatch.choose("linear_cross_entropy", hidden, portable=True) == "reference":
-        loss_sum = linear_cross_entropy_reference(hidden, weight, targets, counted)
-    else:
-        wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-        loss_sum, _, _ = _cross_entropy(hidden, weight, targets, counted, *wanted)
+    loss_sum = dispatch.call("linear_cross_entropy", hidden, weight, targets, counted)
     return loss_sum, targets.new_full((), targets.numel(), dtype=torch.int64) if counted is None else counted.sum()
 
 
@@ -128,8 +124,7 @@ def _cross_entropy_cuda(
 
 
 def _has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton serves this tensor on its GPU: `dispatch.choose` cannot keep a call from the operator, only name
-    what it does."""
+    """Whether Triton serves this tensor on its GPU: this operator is both "triton" and "torch", and decides here."""
     from .gpu import why_no_triton
 
     return tensor.dtype != torch.float64 and why_no_triton(tensor.device.index) is None
@@ -197,3 +192,16 @@ def _differentiate(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | N
 
 
 _cross_entropy.register_autograd(_differentiate, setup_context=_save)
+
+
+def _with_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+    """The loss, by the operator that computes the gradients with it."""
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    loss_sum: Tensor = _cross_entropy(hidden, weight, targets, counted, *wanted)[0]
+    return loss_sum
+
+
+dispatch.TABLE["linear_cross_entropy"] = {
+    **dict.fromkeys(("triton", "cpu", "torch"), dispatch.Row(_with_gradients)),
+    "reference": dispatch.Row(linear_cross_entropy_reference),
+}

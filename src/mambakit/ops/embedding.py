@@ -19,10 +19,8 @@ from . import dispatch
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """(..., D) in weight's dtype. Tokens outside the table are an error of the device."""
-    if dispatch.choose("embedding", weight, portable=True) == "cuda":
-        y: Tensor = _embedding(tokens, weight)
-        return y
-    return F.embedding(tokens, weight)
+    y: Tensor = dispatch.call("embedding", weight, tokens)
+    return y
 
 
 @torch.library.custom_op("mambakit::embedding", mutates_args=())
@@ -65,3 +63,13 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
 
 
 _embedding.register_autograd(_differentiate, setup_context=_save)
+
+
+def _plain(weight: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
+
+
+dispatch.TABLE["embedding"] = {
+    "cuda": dispatch.Row(lambda weight, tokens: _embedding(tokens, weight)),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_plain)),
+}

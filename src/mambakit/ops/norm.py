@@ -47,28 +47,19 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y in x's dtype, or (y, new residual) when a residual is given."""
     group = _check(x, weight, eps, residual, gate, group_size)
-    if dispatch.choose("rms_norm", x, unfit=_too_large(group)) == "reference":
-        return rms_norm_reference(
-            x, weight, eps=eps, residual=residual, gate=gate, group_size=group, norm_before_gate=norm_before_gate
-        )
-    y, total = _norm(x, weight, eps, residual, gate, group, norm_before_gate)
+    y, total = dispatch.call("rms_norm", x, weight, eps, residual, gate, group, norm_before_gate)
     return y if residual is None else (y, total)
-
-
-def _too_large(group: int) -> str | None:
-    if group <= LARGEST_GROUP_ON_GPU:
-        return None
-    return f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
 
 
 def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch.dtype) -> Tensor:
     """What `rms_norm` gave in `dtype`, from the new residual it gave beside it. For backward passes: no gradient."""
-    if dispatch.choose("rms_norm", total, unfit=_too_large(total.shape[-1])) != "triton":
-        y = rms_norm(total, weight, eps=eps)
+    arguments = total, weight, eps, None, None, total.shape[-1], False
+    if dispatch.pick("rms_norm", *arguments) != "triton":
+        y: Tensor = dispatch.call("rms_norm", *arguments)[0]
         return y.to(dtype)
     from .gpu import norm as kernels
 
-    return kernels.forward(total, weight, eps, None, None, total.shape[-1], False, dtype=dtype)[0]
+    return kernels.forward(*arguments, dtype=dtype)[0]
 
 
 def _check(
@@ -89,29 +80,22 @@ def _check(
 
 
 def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    group_size: int | None = None,
-    norm_before_gate: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The formula above, line by line."""
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None, group: int,
+    norm_before_gate: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The formula above, line by line: (y, new residual)."""
     dtype = compute_dtype(x)
     total = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
     y = total
     if gate is not None and not norm_before_gate:
         y = y * F.silu(gate.to(dtype))
-    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
+    groups = y.unflatten(-1, (-1, group))
     y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if weight is not None:
         y = y * weight.to(dtype)
     if gate is not None and norm_before_gate:
         y = y * F.silu(gate.to(dtype))
-    y = y.to(x.dtype)
-    return y if residual is None else (y, total.to(residual.dtype))
+    return y.to(x.dtype), total if residual is None else total.to(residual.dtype)
 
 
 @torch.library.custom_op("mambakit::rms_norm", mutates_args=(), device_types="cpu")
@@ -212,3 +196,18 @@ def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[
 
 
 _norm.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_triton(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None, group: int, *_: object
+) -> str | None:
+    if group <= LARGEST_GROUP_ON_GPU:
+        return None
+    return f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
+
+
+dispatch.TABLE["rms_norm"] = {
+    "triton": dispatch.Row(_norm, _why_not_triton),
+    "cpu": dispatch.Row(_norm),
+    "reference": dispatch.Row(rms_norm_reference),
+}

@@ -44,20 +44,10 @@ def selective_scan(
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B D N")
     sizes.at_least_one("B", "L", "D", "N")
     check_documents("selective_scan", doc_ids)
-    if dispatch.choose("selective_scan", x, unfit=_unfit(x, A)) == "reference":
-        return selective_scan_reference(
-            x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, doc_ids=doc_ids, initial_state=initial_state
-        )
-    y, final_state, _ = _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state)
+    y, final_state, *_ = dispatch.call(
+        "selective_scan", x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state
+    )
     return y, final_state
-
-
-def _unfit(x: Tensor, A: Tensor) -> str | None:
-    if x.device.type != "cuda":
-        return None
-    from .gpu.selective_scan import unfit
-
-    return unfit(A)
 
 
 def selective_scan_step(
@@ -98,19 +88,9 @@ def positive_dt(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dtype: to
 
 
 def selective_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = True,
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The recurrence as it is written above, one step of time after the other."""
     dtype = compute_dtype(x)
     starts = document_starts("selective_scan", doc_ids)
@@ -251,3 +231,16 @@ def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: 
 
 
 _scan.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:
+    from .gpu.selective_scan import unfit
+
+    return unfit(A)
+
+
+dispatch.TABLE["selective_scan"] = {
+    "cuda": dispatch.Row(_scan, _why_not_cuda),
+    "cpu": dispatch.Row(_scan),
+    "reference": dispatch.Row(selective_scan_reference),
+}

@@ -18,7 +18,6 @@ factors of zero: it may spoil its chunk and the rest of its row.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,15 +57,10 @@ def ssd(
     own size: with any other, plain torch serves the call. The reference goes token by token.
     """
     _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-    chosen = _choose(x, B, chunk_size)
-    if chosen in ("reference", "torch"):
-        plain = ssd_reference if chosen == "reference" else partial(ssd_chunked, chunk=chunk_size or CHUNK)
-        return plain(
-            x, dt, A, B, C, D, dt_bias,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
-        )  # fmt: skip
-    low, high = (float(limit) for limit in dt_limit)
-    y, final_state, _ = _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+    y, final_state = dispatch.call(
+        "ssd", x, dt, A, B, C, D, dt_bias,
+        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
+    )  # fmt: skip
     return y, final_state
 
 
@@ -91,7 +85,7 @@ def ssd_beside(
     """
     x, B, C = _parts(xBC, A.shape[0], head_dim, num_groups)
     is_served = xBC.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and _choose(x, B, chunk_size) == "triton":
+    if is_served and dispatch.pick("ssd", x, dt, A, B, chunk_size=chunk_size) == "triton":
         _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
         outputs: tuple[Tensor, Tensor] = _SsdBeside.apply(  # type: ignore[no-untyped-call]
             xBC, head_dim, num_groups, dt_limit, dt, A, D, dt_bias, doc_ids, initial_state
@@ -164,21 +158,6 @@ def _check(
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
 
 
-def _choose(x: Tensor, B: Tensor, chunk_size: int | None) -> str:
-    channels, states, unfit = x.shape[3], B.shape[3], None
-    if x.device.type == "cuda" and chunk_size is not None:
-        unfit = f"its kernel has chunks of its own size, and chunk_size={chunk_size} was given"
-    elif x.device.type == "cuda" and channels > LARGEST_HEAD_ON_GPU:
-        unfit = f"its kernel takes heads of up to {LARGEST_HEAD_ON_GPU} channels, and those of x have {channels}"
-    elif x.device.type == "cuda" and states > LARGEST_STATE_ON_EVERY_GPU:
-        from .gpu.device import is_roomy
-
-        most = LARGEST_STATE_ON_GPU if is_roomy(x.device) else LARGEST_STATE_ON_EVERY_GPU
-        if states > most:
-            unfit = f"its kernel holds at most {most} states on this GPU, and B has {states}"
-    return dispatch.choose("ssd", x, portable=True, unfit=unfit)
-
-
 def ssd_step(
     x: Tensor,
     state: Tensor,
@@ -198,13 +177,14 @@ def ssd_step(
     sizes("D", D, "H P" if isinstance(D, Tensor) and D.dim() == 2 else "H").at_least_one("B", "H", "P", "G", "N")
     _check_heads("ssd_step", sizes)
     _check_limit("ssd_step", dt_limit)
-    if x.device.type == "cuda" and not torch.compiler.is_compiling():
-        given = [tensor for tensor in (x, state, dt, A, B, C, D, dt_bias) if tensor is not None]
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        if not learns and dispatch.choose("ssd", x, portable=True) == "triton":
-            from .gpu import ssd as kernels
+    y, state = dispatch.call("ssd_step", x, state, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+    return y, state
 
-            return kernels.step(x, state, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+
+def _plain_step(
+    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = compute_dtype(x)
     steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
     y, state = _advance(x.to(dtype), steps, A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype))
@@ -500,3 +480,66 @@ def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: 
 
 
 _ssd.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_triton(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: object, chunk_size: int | None, **__: object
+) -> str | None:
+    channels, states = x.shape[3], B.shape[3]
+    if chunk_size is not None:
+        return f"its kernel has chunks of its own size, and chunk_size={chunk_size} was given"
+    if channels > LARGEST_HEAD_ON_GPU:
+        return f"its kernel takes heads of up to {LARGEST_HEAD_ON_GPU} channels, and those of x have {channels}"
+    if states > LARGEST_STATE_ON_EVERY_GPU:
+        from .gpu.device import is_roomy
+
+        most = LARGEST_STATE_ON_GPU if is_roomy(x.device) else LARGEST_STATE_ON_EVERY_GPU
+        if states > most:
+            return f"its kernel holds at most {most} states on this GPU, and B has {states}"
+    return None
+
+
+def _by_kernel(
+    *tensors: Any, dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None, doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    low, high = (float(limit) for limit in dt_limit)
+    y, final_state, _ = _ssd(*tensors, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+    return y, final_state
+
+
+def _in_chunks(*tensors: Any, chunk_size: int | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return ssd_chunked(*tensors, chunk=chunk_size or CHUNK, **options)
+
+
+def _in_steps(*tensors: Any, chunk_size: int | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return ssd_reference(*tensors, **options)
+
+
+dispatch.TABLE["ssd"] = {
+    "triton": dispatch.Row(_by_kernel, _why_not_triton),
+    "cpu": dispatch.Row(_by_kernel),
+    "torch": dispatch.Row(_in_chunks),
+    "reference": dispatch.Row(_in_steps),
+}
+
+
+def _why_no_step(*arguments: Any) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile does not trace its kernel"
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "its kernel has no gradient"
+    return None
+
+
+def _step_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from .gpu import ssd as kernels
+
+    return kernels.step(*arguments)
+
+
+dispatch.TABLE["ssd_step"] = {
+    "triton": dispatch.Row(_step_kernel, _why_no_step),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_plain_step)),
+}

@@ -315,10 +315,10 @@ def backward(
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
     if into is not None and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
-    dA, dD, ddt_bias = (parts.sum(0) if parts is not None else None for parts in (dA, dD, ddt_bias))
+    sums = [parts.sum(0) if parts is not None else None for parts in (dA, dD, ddt_bias)]
     return tuple(
         grad.to(argument.dtype) if grad is not None and argument is not None else None
-        for grad, argument in zip((dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial), given, strict=True)
+        for grad, argument in zip((dx, ddt, sums[0], dB, dC, *sums[1:], dinitial), given, strict=True)
     )
 
 
