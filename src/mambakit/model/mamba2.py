@@ -67,18 +67,15 @@ class Mamba2(KeepsFp32):
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
         config = self.config
-        z, xBC, _, dt, conv_state = ops.causal_conv1d_beside(
+        normed, y, conv_state, ssm_state = ops.conv_ssd_norm(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
-            first=self.segments["z"], doc_ids=doc_ids, initial_state=state.conv if state else None,
+            self._A(), self.D, self.dt_bias, self.norm.weight,
+            head_dim=config.head_dim, num_groups=config.num_groups, eps=config.norm_eps, group_size=self._norm_group(),
+            dt_limit=config.dt_limit, chunk_size=config.chunk_size, doc_ids=doc_ids,
+            conv_state=state.conv if state else None, ssm_state=state.ssm if state else None,
         )  # fmt: skip
-        y, ssm_state = ops.ssd_beside(
-            xBC, dt, self._A(), self.D, self.dt_bias,
-            head_dim=config.head_dim, num_groups=config.num_groups, dt_limit=config.dt_limit,
-            chunk_size=config.chunk_size, doc_ids=doc_ids, initial_state=state.ssm if state else None,
-        )  # fmt: skip
-        normed = self._gated_norm(y, z)
         if recipes is not None:
-            y, z = y.detach(), z.detach()
+            z = projected.detach()[..., : self.segments["z"]]
             recipes.add(normed, lambda: self._gated_norm(y, z))
         return self.out_proj(normed), LayerState(conv_state, ssm_state)
 
@@ -104,9 +101,13 @@ class Mamba2(KeepsFp32):
 
     def _gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
         """rms(y silu(z)), (…, H P)."""
+        return ops.rms_norm(
+            y.flatten(-2), self.norm.weight, eps=self.config.norm_eps, gate=z, group_size=self._norm_group()
+        )
+
+    def _norm_group(self) -> int:
         config = self.config
-        group_size = config.d_inner // config.num_groups if config.gated_norm == "group" else config.d_inner
-        return ops.rms_norm(y.flatten(-2), self.norm.weight, eps=config.norm_eps, gate=z, group_size=group_size)
+        return config.d_inner // config.num_groups if config.gated_norm == "group" else config.d_inner
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""

@@ -46,7 +46,7 @@ def rms_norm(
     norm_before_gate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y in x's dtype, or (y, new residual) when a residual is given."""
-    group = _check(x, weight, eps, residual, gate, group_size)
+    group = check_norm(x, weight, eps, residual, gate, group_size)
     y, total = dispatch.call("rms_norm", x, weight, eps, residual, gate, group, norm_before_gate)
     return y if residual is None else (y, total)
 
@@ -62,7 +62,7 @@ def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch
     return kernels.forward(*arguments, dtype=dtype)[0]
 
 
-def _check(
+def check_norm(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
     group_size: int | None,
 ) -> int:  # fmt: skip
@@ -166,12 +166,7 @@ def _norm_backward_fake(
     group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     dx = total.new_empty(total.shape, dtype=x_dtype)
-    grads = [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
-    if gate is not None and gate.device.type == "cuda":
-        from .gpu.norm import gradient_of_gate
-
-        grads[3] = gradient_of_gate(gate)
-    return grads
+    return [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
-from .beside import gradient_beside
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
 
@@ -208,10 +207,7 @@ def _scan_backward_fake(
     initial_state: Tensor | None,
     *_: object,
 ) -> list[Tensor]:
-    grads = empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
-    if z is not None and z.device.type == "cuda" and len({t.dtype for t in (x, dt, B, C, z)}) == 1:
-        grads[6] = gradient_beside(z)
-    return grads
+    return empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -56,7 +56,7 @@ def ssd(
     `chunk_size` steers speed and memory alone, and None lets the kernel choose. Kernels for a GPU have chunks of their
     own size: with any other, plain torch serves the call. The reference goes token by token.
     """
-    _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
+    check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
     y, final_state = dispatch.call(
         "ssd", x, dt, A, B, C, D, dt_bias,
         dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
@@ -64,86 +64,7 @@ def ssd(
     return y, final_state
 
 
-def ssd_beside(
-    xBC: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    head_dim: int,
-    num_groups: int,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    chunk_size: int | None = None,
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`ssd` where x, B and C lie side by side in xBC (B, L, H P + 2 G N).
-
-    The same as splitting it first, but for its backward pass on a GPU, which writes the three gradients side by side
-    without a copy.
-    """
-    x, B, C = _parts(xBC, A.shape[0], head_dim, num_groups)
-    is_served = xBC.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and dispatch.pick("ssd", x, dt, A, B, chunk_size=chunk_size) == "triton":
-        _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-        outputs: tuple[Tensor, Tensor] = _SsdBeside.apply(  # type: ignore[no-untyped-call]
-            xBC, head_dim, num_groups, dt_limit, dt, A, D, dt_bias, doc_ids, initial_state
-        )
-        return outputs
-    return ssd(
-        x, dt, A, B, C, D, dt_bias,
-        dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
-    )  # fmt: skip
-
-
-def _parts(xBC: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, L, H, P), B and C (B, L, G, N)."""
-    inner = heads * head_dim
-    rest = xBC.shape[-1] - inner
-    if rest < 2 * groups or rest % (2 * groups):
-        raise ValueError(
-            f"ssd_beside: xBC has {xBC.shape[-1]} channels; need {inner} of x, as {heads} heads of {head_dim}, and the "
-            f"same number for B and C in each of {groups} groups"
-        )
-    x, B, C = xBC.split([inner, rest // 2, rest // 2], dim=-1)
-    return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-
-
-class _SsdBeside(torch.autograd.Function):
-    """On a GPU: the gradients of x, B and C are written as they lie in xBC."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, xBC: Tensor, head_dim: int, groups: int, dt_limit: tuple[float, float], dt: Tensor, A: Tensor,
-        D: Tensor | None, dt_bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from .gpu import ssd as kernels
-
-        x, B, C = _parts(xBC, A.shape[0], head_dim, groups)
-        y, final_state, kept = kernels.forward(x, dt, A, B, C, D, dt_bias, True, dt_limit, doc_ids, initial_state)
-        ctx.sizes, ctx.dt_limit = (A.shape[0], head_dim, groups), dt_limit
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(xBC, dt, A, D, dt_bias, doc_ids, initial_state, kept)
-        return y, final_state
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        from .gpu import ssd as kernels
-
-        xBC, dt, A, D, dt_bias, doc_ids, initial_state, kept = ctx.saved_tensors
-        x, B, C = _parts(xBC, *ctx.sizes)
-        dxBC = torch.empty_like(xBC, memory_format=torch.contiguous_format)
-        dy = dy if dy is not None else torch.zeros_like(x)
-        _, ddt, dA, _, _, dD, dbias, dinitial = kernels.backward(
-            x, dt, A, B, C, D, dt_bias, True, ctx.dt_limit, doc_ids, initial_state, kept, dy, dfinal_state,
-            into=_parts(dxBC, *ctx.sizes),
-        )  # fmt: skip
-        return dxBC, None, None, None, ddt, dA, dD, dbias, None, dinitial
-
-
-def _check(
+def check_ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     dt_limit: tuple[float, float], chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
 ) -> None:  # fmt: skip

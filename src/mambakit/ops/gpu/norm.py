@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..beside import gradient_beside
 from .device import processors
 
 # What a program holds at least: small groups share a program, so that its threads all have work.
@@ -136,13 +135,15 @@ def forward(
 
 def backward(
     total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool,
-    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
+    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, *, dgate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx."""
+    """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
+    that is given, rows of neighbouring channels, is written to."""
     shape, device = total.shape, total.device
     dx = torch.empty(shape, dtype=x_dtype, device=device)
     dresidual = torch.empty(shape, dtype=total.dtype, device=device) if total.dtype != x_dtype else None
-    dgate = gradient_of_gate(gate) if gate is not None else None
+    if gate is not None and dgate is None:
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=device)
     channels, rows = shape[-1], total.numel() // shape[-1]
     tile_rows, columns, warps = _tile(group)
     num_groups = channels // group
@@ -162,11 +163,6 @@ def backward(
     if weight is None or dweight is None:
         return dx, dresidual, None, dgate
     return dx, dresidual, dweight.sum(0).to(weight.dtype), dgate
-
-
-def gradient_of_gate(gate: Tensor) -> Tensor:
-    """Memory for it; where the gate is a part of wider rows, in such rows."""
-    return gradient_beside(gate) if gate.dim() == 3 else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
 def _tile(group: int) -> tuple[int, int, int]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..beside import gradient_beside
 from .device import is_roomy, processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
@@ -201,8 +200,7 @@ def backward(
         call.carry(states, total_dt, entering, backwards=True)
         entering = states
     dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
-    as_given = call.z is z
-    dz = None if z is None else gradient_beside(z) if as_given else new(z.shape, dtype=call.io)
+    dz = new(z.shape, dtype=call.io) if z is not None else None
     dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
     parts = new(call.batch * chunks, call.channels, num_states + 2)
     dinitial = new(call.batch, *A.shape) if with_initial else None
