@@ -2,9 +2,9 @@
 
     z, xBC, dt = zxBCdt;  x, B, C = silu(conv(xBC));  y = ssd(x, dt, A, B, C, D);  normed = rms(y silu(z)) weight
 
-zxBCdt (B, L, E) is in_proj's output, with E = H P + (H P + 2 G N) + H. Values and gradients are those of the three
-operators one after the other, `_composed`. As one operator, backward allocates the gradient of zxBCdt once, and on a
-GPU each kernel writes its own part of it; three operators would leave parts that must be copied together.
+zxBCdt (B, L, E) is in_proj's output, with E = H P + (H P + 2 G N) + H. The reference is the three operators one after
+the other. As one operator, backward allocates the gradient of zxBCdt once, and on a GPU each kernel writes its own part
+of it; three operators would leave parts that must be copied together.
 
 Saved for backward: the inputs, the convolution's output, y, and the states that `ssd` keeps.
 """
@@ -52,17 +52,25 @@ def conv_ssd_norm(
     check_conv(xBC, conv_weight, conv_bias, doc_ids, conv_state, "silu")
     check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, ssm_state)
     group = check_norm(z, norm_weight, eps, None, z, group_size)
-    tensors = zxBCdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, doc_ids, conv_state, ssm_state
-    options: tuple[Any, ...] = head_dim, num_groups, group, eps, *map(float, dt_limit), chunk_size
     backends = {
         dispatch.pick("causal_conv1d", xBC, conv_weight),
         dispatch.pick("ssd", x, dt, A, B, chunk_size=chunk_size),
         dispatch.pick("rms_norm", z, norm_weight, eps, None, z, group),
     }
-    if backends & {"reference", "torch"}:
-        return _composed(*tensors, *options)
-    normed, final_conv, final_ssm, y, *_ = _fused(*tensors, *options)
-    return normed, y, final_conv, final_ssm
+    if backends & {"reference", "torch"}:  # not all have kernels: each for itself, differentiated by autograd
+        xBC, conv_state = causal_conv1d(xBC, conv_weight, conv_bias, doc_ids=doc_ids, initial_state=conv_state)
+        x, B, C = _heads(xBC, A.shape[0], head_dim, num_groups)
+        y, ssm_state = ssd(
+            x, dt, A, B, C, D, dt_bias,
+            dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=ssm_state,
+        )  # fmt: skip
+        normed = rms_norm(y.flatten(-2), norm_weight, eps=eps, gate=z, group_size=group)
+        return normed, y.detach(), conv_state, ssm_state
+    normed, conv_state, ssm_state, y, *_ = _fused(
+        zxBCdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, doc_ids, conv_state, ssm_state,
+        head_dim, num_groups, group, eps, *map(float, dt_limit), chunk_size,
+    )  # fmt: skip
+    return normed, y, conv_state, ssm_state
 
 
 def _split(zxBCdt: Tensor, heads: int, head_dim: int, conv_channels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,23 +96,6 @@ def _heads(xBC: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor,
         )
     x, B, C = xBC.split([inner, rest // 2, rest // 2], dim=-1)
     return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-
-
-def _composed(
-    zxBCdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    norm_weight: Tensor | None, doc_ids: Tensor | None, conv_state: Tensor | None, ssm_state: Tensor | None,
-    head_dim: int, num_groups: int, group: int, eps: float, dt_low: float, dt_high: float, chunk_size: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The reference: the three operators, each by its own backend, differentiated by autograd."""
-    z, xBC, dt = _split(zxBCdt, A.shape[0], head_dim, conv_weight.shape[0])
-    xBC, conv_state = causal_conv1d(xBC, conv_weight, conv_bias, doc_ids=doc_ids, initial_state=conv_state)
-    x, B, C = _heads(xBC, A.shape[0], head_dim, num_groups)
-    y, ssm_state = ssd(
-        x, dt, A, B, C, D, dt_bias,
-        dt_limit=(dt_low, dt_high), chunk_size=chunk_size, doc_ids=doc_ids, initial_state=ssm_state,
-    )  # fmt: skip
-    normed = rms_norm(y.flatten(-2), norm_weight, eps=eps, gate=z, group_size=group)
-    return normed, y.detach(), conv_state, ssm_state
 
 
 def _chain(

@@ -23,9 +23,11 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("mambakit::embedding", mutates_args=())
-def _embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+def _lookup(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
+
+
+_embedding = torch.library.custom_op("mambakit::embedding", _lookup, mutates_args=())
 
 
 @_embedding.register_fake
@@ -65,11 +67,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
 _embedding.register_autograd(_differentiate, setup_context=_save)
 
 
-def _plain(weight: Tensor, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, weight)
-
-
 dispatch.TABLE["embedding"] = {
     "cuda": dispatch.Row(lambda weight, tokens: _embedding(tokens, weight)),
-    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_plain)),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(lambda weight, tokens: F.embedding(tokens, weight))),
 }

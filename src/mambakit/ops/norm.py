@@ -21,7 +21,7 @@ from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, batch_letters, compute_dtype
 
-# A GPU kernel keeps a whole group in registers.
+# A GPU kernel has a whole group in registers.
 LARGEST_GROUP_ON_GPU = 16_384
 
 
@@ -52,7 +52,7 @@ def rms_norm(
 
 
 def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch.dtype) -> Tensor:
-    """What `rms_norm` gave in `dtype`, from the new residual it gave beside it. For backward passes: no gradient."""
+    """rms_norm's y in `dtype`, computed again from its new residual. For backward passes: it has no gradient."""
     arguments = total, weight, eps, None, None, total.shape[-1], False
     if dispatch.pick("rms_norm", *arguments) != "triton":
         y: Tensor = dispatch.call("rms_norm", *arguments)[0]
@@ -111,14 +111,11 @@ def _norm(
 
 
 @_norm.register_kernel("cuda")
-def _norm_cuda(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, norm_before_gate: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _norm_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .gpu import norm as kernels
 
-    y, total = kernels.forward(x, weight, eps, residual, gate, group, norm_before_gate)
-    return y, _no_sum(x) if total is None else total
+    y, total = kernels.forward(*arguments)
+    return y, _no_sum(y) if total is None else total
 
 
 @_norm.register_fake
@@ -129,7 +126,7 @@ def _norm_fake(
 
 
 def _no_sum(x: Tensor) -> Tensor:
-    """What stands for x + residual where there is no residual."""
+    """In place of x + residual where there is no residual."""
     return x.new_empty(0, x.shape[-1], dtype=compute_dtype(x))
 
 
@@ -138,8 +135,8 @@ def _norm_backward(
     total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
     group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, residual, weight and gate, each in its own dtype. `total`, in the residual's dtype, tells that
-    of the residual, which is empty where it would equal that of x: outputs of an operator may not share memory."""
+    """Gradients of x, residual, weight and gate, each in its own dtype; `total` has the residual's. The residual's is
+    empty where it would equal that of x: outputs of an operator may not share memory."""
     from .cpu import norm as kernels
 
     dvalues, dweight, dgate = kernels.backward(
@@ -150,13 +147,10 @@ def _norm_backward(
 
 
 @_norm_backward.register_kernel("cuda")
-def _norm_backward_cuda(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _norm_backward_cuda(total: Tensor, *arguments: Any) -> list[Tensor]:
     from .gpu import norm as kernels
 
-    grads = kernels.backward(total, weight, eps, gate, group, norm_before_gate, dy, dtotal, x_dtype)
+    grads = kernels.backward(total, *arguments)
     return [total.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -173,7 +167,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, weight, ctx.eps, residual, gate, ctx.group, ctx.norm_before_gate = inputs
     ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
     ctx.set_materialize_grads(False)
-    # The sum stands for both its terms, and is kept by the next norm anyway.
+    # The sum replaces both its terms, and the next norm keeps it anyway.
     ctx.save_for_backward(x if residual is None else output[1], weight, gate)
 
 

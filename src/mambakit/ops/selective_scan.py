@@ -116,18 +116,9 @@ def selective_scan_reference(
 
 @torch.library.custom_op("mambakit::selective_scan", mutates_args=(), device_types="cpu")
 def _scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, final state, states kept for backward)."""
     from .cpu import selective_scan as kernels
 
@@ -158,21 +149,10 @@ def _scan_fake(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> tuple[Tensor, Te
 
 @torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=(), device_types="cpu")
 def _scan_backward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    kept: Tensor,
-    dy: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None, kept: Tensor, dy: Tensor,
     dfinal_state: Tensor | None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the argument is absent."""
     from .cpu import selective_scan as kernels
 
@@ -193,21 +173,8 @@ def _scan_backward_cuda(*arguments: Any) -> list[Tensor]:
 
 
 @_scan_backward.register_fake
-def _scan_backward_fake(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    *_: object,
-) -> list[Tensor]:
-    return empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
+def _scan_backward_fake(*arguments: Any) -> list[Tensor]:
+    return empty_gradients([*arguments[:8], arguments[10]])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -10,9 +10,9 @@ D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inp
 
 The fast paths cut time into chunks and turn the recurrence into matrix products: on a CPU and on an NVIDIA GPU by
 kernels (ops/cpu/ssd.py, ops/gpu/ssd.py), which keep for backward the inputs and a few states, and recompute the rest;
-on other devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A is meant to be negative: where
-states grow past the range of fp32, so does what comes of them. A NaN is not held back by a boundary, since masks are
-factors of zero: it may spoil its chunk and the rest of its row.
+on other devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A should be negative: with a
+positive A, states can grow beyond the range of fp32. A NaN passes document boundaries, since masks are factors of zero:
+it may spoil its chunk and the rest of its row.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
-# Backward on a GPU has all channels of a head in shared memory, and states with their gradients: of these the most that
-# there is room for where there is much of it, and the most that there is room for everywhere.
 CHUNK = 64  # tokens, in plain torch
+# Backward on a GPU has all channels of a head in shared memory, with states and their gradients: at most so many channels,
+# and so many states on a GPU with much shared memory, or on any.
 LARGEST_HEAD_ON_GPU = 256
 LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
 
@@ -53,8 +53,8 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over whole rows: (y (B, L, H, P) in x's dtype, final state (B, H, P, N) in fp32).
 
-    `chunk_size` steers speed and memory alone, and None lets the kernel choose. Kernels for a GPU have chunks of their
-    own size: with any other, plain torch serves the call. The reference goes token by token.
+    `chunk_size` changes only speed and memory; None lets the kernel choose. GPU kernels have a fixed chunk size: with
+    a chunk_size, plain torch serves the call. The reference goes token by token.
     """
     check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
     y, final_state = dispatch.call(
@@ -146,19 +146,10 @@ def _advance(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
 
 
 def ssd_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    doc_ids: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    dt_softplus: bool = True, dt_limit: tuple[float, float] = (0.0, math.inf), doc_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The recurrence as it is written above, one step of time after the other."""
     dtype = compute_dtype(x)
     starts = document_starts("ssd", doc_ids)
@@ -181,20 +172,10 @@ def ssd_reference(
 
 
 def ssd_chunked(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    dt_softplus: bool = True, dt_limit: tuple[float, float] = (0.0, math.inf), doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None, chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in chunks of Q tokens: a masked (Q, Q) product inside each, and the state carried from one to the next.
 
     ops/cpu/ssd.py has the formulas. Every factor is zero where its two ends lie in different documents.
@@ -221,15 +202,15 @@ def ssd_chunked(
     documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % chunk)], 1).unflatten(1, (-1, chunk))
     entering = torch.cat([torch.zeros_like(documents[:, :1, -1]), documents[:, :-1, -1]], 1)  # (B, c)
 
-    def decay(exponent: Tensor, together: Tensor) -> Tensor:
-        return exponent.masked_fill(~together, -math.inf).exp().to(dtype)
+    def decay(exponent: Tensor, mask: Tensor) -> Tensor:
+        return exponent.masked_fill(~mask, -math.inf).exp().to(dtype)
 
-    together = (documents[:, :, :, None] == documents[:, :, None, :]) & lower  # (B, c, Q, Q)
-    inside = decay(cum[:, :, :, None] - cum[:, :, None], together[..., None])  # (B, c, Q, Q, H)
+    same_document = (documents[:, :, :, None] == documents[:, :, None, :]) & lower  # (B, c, Q, Q)
+    within = decay(cum[:, :, :, None] - cum[:, :, None], same_document[..., None])  # (B, c, Q, Q, H)
     from_start = decay(cum, (documents == entering[:, :, None])[..., None])  # (B, c, Q, H)
     to_end = decay(cum[:, :, -1:] - cum, (documents == documents[:, :, -1:])[..., None])
     X = steps[..., None] * xs
-    scores = torch.einsum("bcihn,bcjhn->bcijh", Cs, Bs) * inside
+    scores = torch.einsum("bcihn,bcjhn->bcijh", Cs, Bs) * within
     y = torch.einsum("bcijh,bcjhp->bcihp", scores, X)
     added = torch.einsum("bcjhp,bcjhn->bchpn", to_end[..., None] * X, Bs)
     state = added.new_zeros(added[:, 0].shape) if initial_state is None else initial_state.to(dtype)
@@ -246,20 +227,9 @@ def ssd_chunked(
 
 @torch.library.custom_op("mambakit::ssd", mutates_args=(), device_types="cpu")
 def _ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
+    dt_low: float, dt_high: float, chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, final state, states kept for backward)."""
     from .cpu import ssd as kernels
 
@@ -280,26 +250,14 @@ def _ssd_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_limits(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """dt's limits as a pair; and a GPU's chunks are its own business."""
+    """dt's limits as a pair, and no chunk_size."""
     *tensors, dt_softplus, dt_low, dt_high, _ = arguments[:11]
     return *tensors, dt_softplus, (dt_low, dt_high), *arguments[11:]
 
 
 @_ssd.register_fake
-def _ssd_fake(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ssd_fake(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    chunk_size = rest[6]
     dtype = compute_dtype(x)
     if x.device.type == "cuda":
         from .gpu.ssd import kept_shape as shape_on_gpu
@@ -315,23 +273,10 @@ def _ssd_fake(
 
 @torch.library.custom_op("mambakit::ssd_backward", mutates_args=(), device_types="cpu")
 def _ssd_backward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    kept: Tensor,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
-) -> list[Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
+    dt_low: float, dt_high: float, chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of x, dt, A, B, C, D, dt_bias, initial_state; empty where the argument is absent."""
     from .cpu import ssd as kernels
 
@@ -364,23 +309,8 @@ def _ssd_backward_cuda(*arguments: Any) -> list[Tensor]:
 
 
 @_ssd_backward.register_fake
-def _ssd_backward_fake(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    *_: object,
-) -> list[Tensor]:
-    return empty_gradients([x, dt, A, B, C, D, dt_bias, initial_state])
+def _ssd_backward_fake(*arguments: Any) -> list[Tensor]:
+    return empty_gradients([*arguments[:7], arguments[12]])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -429,19 +359,13 @@ def _by_kernel(
     return y, final_state
 
 
-def _in_chunks(*tensors: Any, chunk_size: int | None, **options: Any) -> tuple[Tensor, Tensor]:
-    return ssd_chunked(*tensors, chunk=chunk_size or CHUNK, **options)
-
-
-def _in_steps(*tensors: Any, chunk_size: int | None, **options: Any) -> tuple[Tensor, Tensor]:
-    return ssd_reference(*tensors, **options)
-
-
 dispatch.TABLE["ssd"] = {
     "triton": dispatch.Row(_by_kernel, _why_not_triton),
     "cpu": dispatch.Row(_by_kernel),
-    "torch": dispatch.Row(_in_chunks),
-    "reference": dispatch.Row(_in_steps),
+    "torch": dispatch.Row(
+        lambda *tensors, chunk_size, **options: ssd_chunked(*tensors, chunk=chunk_size or CHUNK, **options)
+    ),
+    "reference": dispatch.Row(lambda *tensors, chunk_size, **options: ssd_reference(*tensors, **options)),
 }
 
 
