@@ -30,8 +30,8 @@ from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
 CHUNK = 64  # tokens, in plain torch
-# Backward on a GPU has all channels of a head in shared memory, with states and their gradients: at most so many channels,
-# and so many states on a GPU with much shared memory, or on any.
+# Backward on a GPU has all channels of a head in shared memory, with states and their gradients: at most so many
+# channels, and so many states on a GPU with much shared memory, or on any.
 LARGEST_HEAD_ON_GPU = 256
 LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
 

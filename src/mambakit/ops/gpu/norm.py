@@ -182,7 +182,7 @@ def _rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _unit(*strides: int) -> int:
-    """A divisor of these strides that the compiler is told: with 8 it reads rows in whole words. It detects 16 itself."""
+    """A divisor of these strides, for the compiler: with 8 it reads rows in whole words; it detects 16 itself."""
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 

@@ -104,8 +104,8 @@ class _Call:
         self.blocks = math.ceil(self.channels / self.layout.block_channels)  # for a row
 
     def chunk_length(self, blocks_held: int, filled: float) -> int:
-        """The whole length where there are enough blocks for the multiprocessors; else a length that makes many more than
-        that, so that few are left for the last round."""
+        """The whole length where there are enough blocks for the multiprocessors; else a length that makes many more
+        blocks than that, so that few are left for the last round."""
         blocks, at_once = self.batch * self.blocks, blocks_held * processors(self.device)
         if blocks >= filled * at_once:
             return self.length

@@ -32,27 +32,25 @@ from .ssd_tiles import (
     softplus,
     store_chunk,
     tile_mask,
-)  # fmt: skip
+)
 
 
 @triton.jit
-def program_chunk(num_chunks: tl.tensor, num_parts: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def program_chunk(num_chunks, num_parts):
     """Row, chunk, group, and part of the group's heads, of a program of the grid (B c, G parts)."""
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     return row, tl.program_id(0) % num_chunks, tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
 
 
 @triton.jit
-def head_range(
-    group: tl.tensor, part: tl.tensor, part_heads: tl.tensor, group_heads: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
+def head_range(group, part, part_heads, group_heads):
     """The first head of a part and the one after its last; the last parts may be empty."""
     begin = group * group_heads + part * part_heads
     return begin, tl.minimum(begin + part_heads, (group + 1) * group_heads)
 
 
 @triton.jit
-def sum_tiles(dCBs: tl.tensor, first: tl.tensor, count: tl.tensor, row: tl.tensor, column: tl.tensor) -> tl.tensor:
+def sum_tiles(dCBs, first, count, row, column):
     """The sum of some of the (Q, Q) tiles that `intra_chunk_kernel` wrote."""
     Q: tl.constexpr = row.shape[0] * row.shape[1]
     tile = dCBs + first * (Q * Q) + row * Q + column
@@ -64,13 +62,8 @@ def sum_tiles(dCBs: tl.tensor, first: tl.tensor, count: tl.tensor, row: tl.tenso
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def intra_chunk_kernel(
-    x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
-    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
-    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
-    dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor, doc_starts: tl.tensor,
-    decays: tl.tensor, plane: tl.tensor, dCBs: tl.tensor, intra_sums: tl.tensor,
-    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
-    num_parts: tl.tensor, part_heads: tl.tensor,
+    x, x_row, x_time, x_head, B, B_row, B_time, B_group, C, C_row, C_time, C_group, dy, dy_row, dy_time, dy_head,
+    doc_starts, decays, plane, dCBs, intra_sums, length, num_chunks, num_heads, num_groups, num_parts, part_heads,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     WITH_X_DY: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -121,17 +114,10 @@ def intra_chunk_kernel(
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def dx_dB_kernel(
-    x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
-    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
-    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
-    dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor,
-    D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, doc_starts: tl.tensor,
-    decays: tl.tensor, plane: tl.tensor, dstates: tl.tensor, dCBs: tl.tensor,
-    dx: tl.tensor, dx_row: tl.tensor, dx_time: tl.tensor, dx_head: tl.tensor,
-    dB: tl.tensor, dB_part: tl.tensor, dB_row: tl.tensor, dB_time: tl.tensor, dB_group: tl.tensor,
-    dD: tl.tensor, inter_sums: tl.tensor,
-    length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
-    num_parts: tl.tensor, part_heads: tl.tensor, num_tiles: tl.tensor,
+    x, x_row, x_time, x_head, B, B_row, B_time, B_group, C, C_row, C_time, C_group, dy, dy_row, dy_time, dy_head, D,
+    D_head, D_channel, doc_starts, decays, plane, dstates, dCBs, dx, dx_row, dx_time, dx_head, dB, dB_part, dB_row,
+    dB_time, dB_group, dD, inter_sums, length, batch, num_chunks, num_heads, num_groups, num_parts, part_heads,
+    num_tiles,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     D_PER_CHANNEL: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -190,14 +176,9 @@ def dx_dB_kernel(
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def dC_kernel(
-    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
-    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
-    dy: tl.tensor, dy_row: tl.tensor, dy_time: tl.tensor, dy_head: tl.tensor,
-    decays: tl.tensor, plane: tl.tensor, states: tl.tensor, dCBs: tl.tensor,
-    dC: tl.tensor, dC_part: tl.tensor, dC_row: tl.tensor, dC_time: tl.tensor, dC_group: tl.tensor,
-    inter_sums: tl.tensor,
-    length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, num_groups: tl.tensor,
-    num_parts: tl.tensor, part_heads: tl.tensor, num_tiles: tl.tensor,
+    B, B_row, B_time, B_group, C, C_row, C_time, C_group, dy, dy_row, dy_time, dy_head, decays, plane, states, dCBs, dC,
+    dC_part, dC_row, dC_time, dC_group, inter_sums, length, batch, num_chunks, num_heads, num_groups, num_parts,
+    part_heads, num_tiles,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -232,11 +213,8 @@ def dC_kernel(
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def ddt_kernel(
-    dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
-    decays: tl.tensor, inter_sums: tl.tensor, intra_sums: tl.tensor, state_dstates: tl.tensor,
-    ddt: tl.tensor, dA: tl.tensor, dD: tl.tensor, ddt_bias: tl.tensor,
-    length: tl.tensor, batch: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor,
-    dt_low: tl.tensor, dt_high: tl.tensor,
+    dt, dt_row, dt_time, dt_head, dt_bias, A, decays, inter_sums, intra_sums, state_dstates, ddt, dA, dD, ddt_bias,
+    length, batch, num_chunks, num_heads, plane, dt_low, dt_high,
     SOFTPLUS: tl.constexpr, BLOCKS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, PRECISE: tl.constexpr,
 ) -> None:  # fmt: skip
     """ddt (B, L, H), and each chunk's part of dA, ddt_bias and, where D is given per head, dD (B, c, H)."""

@@ -21,15 +21,13 @@ from .ssd_tiles import (
     softplus,
     state_offsets,
     store_chunk,
-)  # fmt: skip
+)
 
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def decays_kernel(
-    dt: tl.tensor, dt_row: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, A: tl.tensor,
-    doc_ids: tl.tensor, doc_row: tl.tensor, doc_time: tl.tensor, decays: tl.tensor, doc_starts: tl.tensor,
-    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, plane: tl.tensor, dt_low: tl.tensor,
-    dt_high: tl.tensor,
+    dt, dt_row, dt_time, dt_head, dt_bias, A, doc_ids, doc_row, doc_time, decays, doc_starts, length, num_chunks,
+    num_heads, plane, dt_low, dt_high,
     SOFTPLUS: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, PRECISE: tl.constexpr,
 ) -> None:  # fmt: skip
     """`decays` of one chunk and some heads, and doc_starts (B, L'): where in its chunk each token's document begins.
@@ -80,12 +78,9 @@ def decays_kernel(
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def chunk_states_kernel(
-    B_or_C: tl.tensor, B_or_C_row: tl.tensor, B_or_C_time: tl.tensor, B_or_C_group: tl.tensor,
-    x_or_dy: tl.tensor, x_or_dy_row: tl.tensor, x_or_dy_time: tl.tensor, x_or_dy_head: tl.tensor,
-    decays: tl.tensor, plane: tl.tensor, initial_states: tl.tensor, states: tl.tensor, final_states: tl.tensor,
-    segment_decays: tl.tensor, forward_states: tl.tensor, state_dstates: tl.tensor,
-    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
-    num_segments: tl.tensor, segment_chunks: tl.tensor,
+    B_or_C, B_or_C_row, B_or_C_time, B_or_C_group, x_or_dy, x_or_dy_row, x_or_dy_time, x_or_dy_head, decays, plane,
+    initial_states, states, final_states, segment_decays, forward_states, state_dstates, length, num_chunks, num_heads,
+    group_heads, num_segments, segment_chunks,
     BACKWARD: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
     N: tl.constexpr, TMA: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -154,9 +149,8 @@ def chunk_states_kernel(
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def state_passing_kernel(
-    states: tl.tensor, segment_decays: tl.tensor, initial_states: tl.tensor, num_segments: tl.tensor,
-    num_heads: tl.tensor, size: tl.tensor, BACKWARD: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+    states, segment_decays, initial_states, num_segments, num_heads, size, BACKWARD: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
     """`states` (B, s, H, P, N), each segment's last state from zero, become the states that enter the segments."""
     row, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     element = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -178,14 +172,9 @@ def state_passing_kernel(
 
 @triton.jit(do_not_specialize=BATCH_SIZES)
 def forward_kernel(
-    x: tl.tensor, x_row: tl.tensor, x_time: tl.tensor, x_head: tl.tensor,
-    B: tl.tensor, B_row: tl.tensor, B_time: tl.tensor, B_group: tl.tensor,
-    C: tl.tensor, C_row: tl.tensor, C_time: tl.tensor, C_group: tl.tensor,
-    D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor, doc_starts: tl.tensor,
-    decays: tl.tensor, plane: tl.tensor, initial_states: tl.tensor,
-    y: tl.tensor, y_row: tl.tensor, y_time: tl.tensor, y_head: tl.tensor, final_state: tl.tensor,
-    length: tl.tensor, num_chunks: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
-    num_segments: tl.tensor, segment_chunks: tl.tensor,
+    x, x_row, x_time, x_head, B, B_row, B_time, B_group, C, C_row, C_time, C_group, D, D_head, D_channel, doc_starts,
+    decays, plane, initial_states, y, y_row, y_time, y_head, final_state, length, num_chunks, num_heads, group_heads,
+    num_segments, segment_chunks,
     HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     PRECISE: tl.constexpr, TMA: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -10,11 +10,8 @@ from .ssd_tiles import softplus
 
 @triton.jit
 def step_kernel(
-    x: tl.tensor, x_row: tl.tensor, x_head: tl.tensor, dt: tl.tensor, dt_row: tl.tensor, dt_head: tl.tensor,
-    A: tl.tensor, dt_bias: tl.tensor, B: tl.tensor, B_row: tl.tensor, B_group: tl.tensor,
-    C: tl.tensor, C_row: tl.tensor, C_group: tl.tensor, D: tl.tensor, D_head: tl.tensor, D_channel: tl.tensor,
-    state: tl.tensor, y: tl.tensor, new_state: tl.tensor, num_heads: tl.tensor, group_heads: tl.tensor,
-    dt_low: tl.tensor, dt_high: tl.tensor,
+    x, x_row, x_head, dt, dt_row, dt_head, A, dt_bias, B, B_row, B_group, C, C_row, C_group, D, D_head, D_channel,
+    state, y, new_state, num_heads, group_heads, dt_low, dt_high,
     SOFTPLUS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_STATES: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row, one head and a block of its channels a program: the state (B, H, P, N) is read and written once."""

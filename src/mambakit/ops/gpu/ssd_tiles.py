@@ -32,7 +32,7 @@ LARGEST_EXPONENT = tl.constexpr(126.0)  # of two, in fp32
 
 
 @triton.jit
-def softplus(value: tl.tensor) -> tl.tensor:
+def softplus(value):
     """log(1 + e^value) to full precision: log(w) loses the digits of a small w - 1, and u / (w - 1) restores them."""
     u = tl.exp(-tl.abs(value))
     w = 1 + u
@@ -40,10 +40,7 @@ def softplus(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def biased_dt(
-    dt: tl.tensor, dt_time: tl.tensor, dt_head: tl.tensor, dt_bias: tl.tensor, q: tl.tensor, remaining: tl.tensor,
-    head: tl.tensor, num_heads: tl.tensor,
-) -> tl.tensor:  # fmt: skip
+def biased_dt(dt, dt_time, dt_head, dt_bias, q, remaining, head, num_heads):
     """dt + dt_bias of a chunk, (Q, heads)."""
     mask = (q < remaining)[:, None] & (head < num_heads)[None, :]
     offset = q[:, None].to(tl.int64) * dt_time + head[None, :].to(tl.int64) * dt_head
@@ -54,9 +51,7 @@ def biased_dt(
 
 
 @triton.jit
-def tile_mask(
-    row: tl.tensor, rows: tl.tensor, column: tl.tensor, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
-) -> tl.tensor:
+def tile_mask(row, rows, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Which elements of a tile exist. Columns are checked only where tiles do not divide them evenly."""
     mask = (row < rows)[:, None]
     if COLUMNS % WIDTH != 0:
@@ -65,10 +60,7 @@ def tile_mask(
 
 
 @triton.jit
-def load_tile(
-    tensor: tl.tensor, stride: tl.tensor, row: tl.tensor, rows: tl.tensor, column: tl.tensor, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def load_tile(tensor, stride, row, rows, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """(rows, WIDTH) of a tensor; zeros past either end."""
     mask = tile_mask(row, rows, column, COLUMNS, WIDTH)
     return tl.load(tensor + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
@@ -76,10 +68,9 @@ def load_tile(
 
 @triton.jit
 def load_chunk(
-    tensor: tl.tensor, row_stride: tl.tensor, time_stride: tl.tensor, head_stride: tl.tensor, row: tl.tensor,
-    head: tl.tensor, first: tl.tensor, remaining: tl.tensor, block: tl.tensor, Q: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, TMA: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    tensor, row_stride, time_stride, head_stride, row, head, first, remaining, block,
+    Q: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """(Q, WIDTH) of a tensor (B, L, heads or groups, COLUMNS): a block of columns of one chunk and head; zeros past the
     end. With TMA, the tensor is a descriptor and the hardware copies the tile."""
     if TMA:
@@ -94,9 +85,9 @@ def load_chunk(
 
 @triton.jit
 def load_state(
-    states: tl.tensor, chunk_head: tl.tensor, block: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    states, chunk_head, block,
+    ROWS: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """(N, WIDTH) of states (B c H, ROWS, COLUMNS): a block of columns of one state."""
     if TMA:
         tile = tl.reshape(states.load((chunk_head.to(tl.int32), 0, block * WIDTH)), [N, WIDTH])
@@ -108,9 +99,8 @@ def load_state(
 
 @triton.jit
 def store_chunk(
-    tensor: tl.tensor, row_stride: tl.tensor, time_stride: tl.tensor, head_stride: tl.tensor, row: tl.tensor,
-    head: tl.tensor, first: tl.tensor, remaining: tl.tensor, block: tl.tensor, value: tl.tensor, Q: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+    tensor, row_stride, time_stride, head_stride, row, head, first, remaining, block, value,
+    Q: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write what `load_chunk` reads."""
     if TMA:
@@ -124,17 +114,13 @@ def store_chunk(
 
 
 @triton.jit
-def state_offsets(
-    n: tl.tensor, p: tl.tensor, NUM_STATES: tl.constexpr, HEAD_DIM: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def state_offsets(n, p, NUM_STATES: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The offsets of a tile (N, P) in a state (P, N), and which of its elements exist."""
     return p[None, :] * NUM_STATES + n[:, None], (n < NUM_STATES)[:, None] & (p < HEAD_DIM)[None, :]
 
 
 @triton.jit
-def decay_between(
-    decay_ptr: tl.tensor, plane: tl.tensor, later: tl.tensor, earlier: tl.tensor, PRECISE: tl.constexpr
-) -> tl.tensor:
+def decay_between(decay_ptr, plane, later, earlier, PRECISE: tl.constexpr):
     """exp(cum_later - cum_earlier). Finite where `later` is the earlier one, so that its product with zero is zero."""
     exponent = tl.load(decay_ptr + CUM * plane + later) - tl.load(decay_ptr + CUM * plane + earlier)
     if PRECISE:
@@ -143,7 +129,7 @@ def decay_between(
 
 
 @triton.jit
-def causal_mask(doc_starts: tl.tensor, at: tl.tensor, q: tl.tensor) -> tl.tensor:
+def causal_mask(doc_starts, at, q):
     """(j, i): whether j <= i and both are in the same document."""
     causal = q[:, None] <= q[None, :]
     if doc_starts is not None:
