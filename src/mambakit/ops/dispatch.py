@@ -89,8 +89,8 @@ def _pick_on_gpu(op: str, x: Tensor, arguments: tuple[Any, ...], options: dict[s
     elif x.dtype == torch.float64:
         why_not = "its kernel does not compute in fp64"
     else:
-        unfit = rows[kernel].why_not
-        why_not = (unfit(*arguments, **options) if unfit else None) or _absent(kernel, x.device.index or 0)
+        refuses = rows[kernel].why_not
+        why_not = (refuses(*arguments, **options) if refuses else None) or _absent(kernel, x.device.index or 0)
     if why_not is None and _requested in ("auto", kernel):
         assert kernel is not None
         return kernel, "fastest for this device" if _requested == "auto" else "asked for"

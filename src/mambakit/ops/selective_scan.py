@@ -22,6 +22,8 @@ from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
+LARGEST_STATE_ON_GPU = 64
+
 
 def selective_scan(
     x: Tensor,
@@ -197,9 +199,8 @@ _scan.register_autograd(_differentiate, setup_context=_save)
 
 
 def _why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:
-    from .gpu.selective_scan import unfit
-
-    return unfit(A)
+    states, most = A.shape[1], LARGEST_STATE_ON_GPU
+    return f"its kernel holds at most {most} states, and A has {states}" if states > most else None
 
 
 dispatch.TABLE["selective_scan"] = {

@@ -11,18 +11,10 @@ from torch import Tensor
 from .device import processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
-WIDEST = 16  # taps
 THREADS = 128
 CHANNELS, STEPS = 4, 4  # of a thread: channels, and steps it reads at once
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a multiprocessor holds at once
 LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps of a thread
-
-
-def unfit(weight: Tensor) -> str | None:
-    """Why the kernels do not serve this width; None where they do."""
-    if weight.shape[1] > WIDEST:
-        return f"its kernel has at most {WIDEST} taps, and weight has {weight.shape[1]}"
-    return None
 
 
 def forward(

@@ -21,19 +21,11 @@ from .nvrtc import IO, Kernels, kernels, pack, rows
 
 NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; NC and NS in the source
 AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward
-LARGEST_STATE = 64
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a multiprocessor should hold at once
 # With fewer blocks than this share of what all multiprocessors hold, chunks of time gain more than they cost.
 FORWARD_FILLED, BACKWARD_FILLED = 0.4, 0.75
 CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256  # rounds of chunks on all multiprocessors, and the fewest steps of a chunk
 RELAYS = 8  # chunks of a row in the relay
-
-
-def unfit(A: Tensor) -> str | None:
-    """Why the kernels do not serve these sizes; None where they do."""
-    if A.shape[1] > LARGEST_STATE:
-        return f"its kernel holds at most {LARGEST_STATE} states, and A has {A.shape[1]}"
-    return None
 
 
 @dataclass(frozen=True)

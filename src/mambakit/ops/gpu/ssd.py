@@ -61,9 +61,9 @@ def _has_wide_products(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _compiled(warps: int, stages: int, registers: int | None = None) -> dict[str, int]:
+def _warps(number: int, stages: int, registers: int | None = None) -> dict[str, int]:
     """How a kernel is compiled: warps of a program, pipeline stages, and the most registers of a thread."""
-    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+    return {"num_warps": number, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
 
 
 @dataclass(frozen=True)
@@ -88,42 +88,25 @@ class Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
             return cls(
-                32,
-                min(padded, 32),
-                _compiled(4, 1),
-                _compiled(8, 1),
-                _compiled(8, 1),
-                _compiled(8, 1),
-                {16: _compiled(4, 1)},
-                precise=True,
-            )
+                32, min(padded, 32), chunk_states=_warps(4, 1), intra_chunk=_warps(8, 1), dx_and_db=_warps(8, 1),
+                dc=_warps(8, 1), forward={16: _warps(4, 1)}, precise=True,
+            )  # fmt: skip
         channels = min(padded, 64)
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks fit in registers only where the tensor cores read their operands from shared memory.
             return cls(
-                32, channels, _compiled(4, 3), _compiled(4, 2), _compiled(4, 2), _compiled(4, 2), {64: _compiled(4, 2)}
-            )
+                32, channels, chunk_states=_warps(4, 3), intra_chunk=_warps(4, 2), dx_and_db=_warps(4, 2),
+                dc=_warps(4, 2), forward={64: _warps(4, 2)},
+            )  # fmt: skip
         if not tma:  # only 64 channels: Triton 3.6 compiles 32 wrongly where tiles are read by addresses
             return cls(
-                64,
-                channels,
-                _compiled(4, 3, 168),
-                _compiled(4, 3),
-                _compiled(4, 2),
-                _compiled(4, 3),
-                {64: _compiled(4, 2)},
-            )
-        forward = {32: _compiled(4, 3), 64: _compiled(4, 3)}
+                64, channels, chunk_states=_warps(4, 3, 168), intra_chunk=_warps(4, 3), dx_and_db=_warps(4, 2),
+                dc=_warps(4, 3), forward={64: _warps(4, 2)},
+            )  # fmt: skip
         return cls(
-            64,
-            channels,
-            _compiled(4, 3, 168),
-            _compiled(4, 3, 168),
-            _compiled(4, 3),
-            _compiled(4, 3),
-            forward,
-            tma=True,
-        )
+            64, channels, chunk_states=_warps(4, 3, 168), intra_chunk=_warps(4, 3, 168), dx_and_db=_warps(4, 3),
+            dc=_warps(4, 3), forward={32: _warps(4, 3), 64: _warps(4, 3)}, tma=True,
+        )  # fmt: skip
 
 
 def _fits_tma(tensor: Tensor) -> bool:
