@@ -11,7 +11,6 @@ from helpers import assert_close, assert_same, random_documents, with_gradients
 from torch import Tensor
 
 from mambakit import ops
-from mambakit.ops.gpu import causal_conv1d as conv_kernels
 from mambakit.ops.gpu import selective_scan as scan_kernels
 
 from . import cases
