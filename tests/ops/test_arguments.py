@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,46 @@ def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: py
         "rms_norm on cpu: backend cpu (fastest for this device)",
         "rms_norm on cpu: backend reference (asked for)",
     ]
+
+
+def test_who_serves_a_call_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a GPU: of a tensor, only its device and dtype are looked at."""
+
+    def like(dtype: torch.dtype, device: str = "cuda", **attributes: Any) -> Any:
+        return SimpleNamespace(device=SimpleNamespace(type=device, index=0), dtype=dtype, **attributes)
+
+    def chosen(*arguments: Any, **options: Any) -> tuple[str, str]:
+        monkeypatch.setattr(dispatch, "_announced", set())
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="mambakit"):
+            name = dispatch.pick(*arguments, **options)
+        return name, caplog.records[0].getMessage().partition("(")[2]
+
+    narrow, weight = like(torch.bfloat16, shape=(1, 2, 3, 300)), torch.empty(5, 17)
+    monkeypatch.setattr(dispatch, "_absent", lambda kernel, index: None)
+    assert chosen("causal_conv1d", narrow, weight[:, 1:]) == ("cuda", "fastest for this device)")
+    assert chosen("causal_conv1d", like(torch.float64), weight)[0] == "reference"
+    taps = "its kernel has at most 16 taps, and weight has 17"
+    assert chosen("causal_conv1d", narrow, weight) == ("reference", f"{taps}; this is slow)")
+    B = torch.empty(1, 2, 1, 8)
+    heads = "its kernel takes heads of up to 256 channels, and those of x have 300"
+    assert chosen("ssd", narrow, None, None, B, chunk_size=None) == ("torch", f"{heads})")
+    assert chosen("embedding", like(torch.float32, "mps"))[0] == "torch"
+    with ops.backend("cuda"):
+        assert chosen("embedding", narrow)[1] == "asked for)"
+        with pytest.raises(
+            ValueError, match=rf"causal_conv1d: ops.backend\('cuda'\) cannot serve this call: {taps}; use"
+        ):
+            dispatch.pick("causal_conv1d", narrow, weight)
+        with pytest.raises(ValueError, match="rms_norm: .* its kernel is triton; use ops.backend"):
+            dispatch.pick("rms_norm", narrow, None, 0.0, None, None, 8)
+    monkeypatch.setattr(dispatch, "_absent", lambda kernel, index: f"no {kernel}")
+    assert chosen("embedding", narrow) == ("torch", "no cuda)")
+    assert chosen("rms_norm", narrow, None, 0.0, None, None, 8) == ("reference", "no triton; this is slow)")
+
+
+def test_every_operator_has_rows_for_a_cpu_and_the_reference() -> None:
+    assert all({"cpu", "reference"} <= rows.keys() <= {*dispatch.BACKENDS, "torch"} for rows in dispatch.TABLE.values())
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)

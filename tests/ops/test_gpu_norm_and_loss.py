@@ -54,10 +54,8 @@ def _norm_exactly(
     dy: Tensor, dtotal: Tensor | None, eps: float = EPS,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     leaves = [t.detach().double().requires_grad_() if t is not None else None for t in (x, weight, residual, gate)]
-    result = norm.rms_norm_reference(
-        leaves[0], leaves[1], eps=eps, residual=leaves[2], gate=leaves[3], group_size=group, norm_before_gate=gate_last
-    )
-    y, total = result if isinstance(result, tuple) else (result, None)
+    y, total = norm.rms_norm_reference(leaves[0], leaves[1], eps, *leaves[2:], group, gate_last)
+    total = total if residual is not None else None
     through = (y * dy).sum()
     if total is not None and dtotal is not None:
         through = through + (total * dtotal).sum()

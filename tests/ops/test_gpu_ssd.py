@@ -250,7 +250,7 @@ def test_inputs_with_gaps_between_rows_heads_and_tokens() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
-def test_time_cut_into_segments_and_heads_dealt_out(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_cut_into_segments_and_heads_split(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = _case(1, 140, heads=5, groups=1)
     if packed:
         arguments["doc_ids"] = ids_of([1, 70, 25, 44])[None]
@@ -278,19 +278,19 @@ def test_the_same_bits_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "states", "described"), [(20, 33, False), (20, 200, False), (72, 24, True), (16, 128, True)]
+    ("head_dim", "states", "tma"), [(20, 33, False), (20, 200, False), (72, 24, True), (16, 128, True)]
 )
-def test_narrow_inputs(head_dim: int, states: int, described: bool) -> None:
+def test_narrow_inputs(head_dim: int, states: int, tma: bool) -> None:
     """The tiles, and the sums of decay's gradient, are others than in fp32."""
     arguments = {**_narrowed(_case(1, 150, heads=2, head_dim=head_dim, groups=1, states=states), torch.float16)}
-    assert _is_described(arguments) == described
+    assert _fits_tma(arguments) == tma
     arguments["doc_ids"] = ids_of([100, 50])[None]
     _check(arguments, tolerance=5e-3)
 
 
-def _is_described(arguments: dict[str, Any]) -> bool:
+def _fits_tma(arguments: dict[str, Any]) -> bool:
     x, B, C = (arguments[name] for name in "xBC")
-    return kernels._Plan.of(x, B).for_tensors(x, B, C).tiles.described
+    return kernels._Plan.of(x, B).for_tensors(x, B, C).tiles.tma
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -306,18 +306,18 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["x", "B", "C", "dy"])
 @pytest.mark.parametrize("moved", [_shifted, _widened])
-def test_one_tensor_that_cannot_be_described(name: str, moved: Callable[[Tensor], Tensor]) -> None:
+def test_one_tensor_that_tma_cannot_read(name: str, moved: Callable[[Tensor], Tensor]) -> None:
     arguments = _narrowed(_case(1, 70, heads=2, head_dim=16, groups=1, states=16), torch.float16)
     arguments[name] = moved(arguments[name])
-    assert _is_described(arguments) == (name == "dy")
+    assert _fits_tma(arguments) == (name == "dy")
     _check(arguments, tolerance=5e-3)
 
 
-def test_what_repeats_in_memory_is_not_described() -> None:
+def test_what_repeats_in_memory_is_not_read_by_tma() -> None:
     arguments = _narrowed(_case(2, 70, heads=2, head_dim=16, groups=1, states=16), torch.float16)
-    assert _is_described(arguments)
+    assert _fits_tma(arguments)
     arguments["B"] = arguments["B"][:1].expand(2, -1, -1, -1)
-    assert not _is_described(arguments)
+    assert not _fits_tma(arguments)
     _check(arguments, tolerance=5e-3)
 
 
@@ -364,7 +364,7 @@ GPU_SIZES = [
     (2, 70, {"heads": 8, "head_dim": 20, "groups": 1, "states": 33}),
     (2, 200, {"heads": 2, "head_dim": 64, "groups": 1, "states": 256}),
     (1, 5000, {"heads": 2, "head_dim": 64, "groups": 1, "states": 128}),
-    (8, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),  # heads dealt out to several programs
+    (8, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),  # heads split among several programs
     (64, 256, {"heads": 24, "head_dim": 64, "groups": 1, "states": 128}),  # and in pieces
     (1, 130, {"heads": 16, "head_dim": 32, "groups": 8, "states": 64}),
     (1, 131_072, {"heads": 2, "head_dim": 64, "groups": 1, "states": 128}),
@@ -409,12 +409,12 @@ def test_other_arguments_on_a_gpu(options: dict[str, Any], dtype: torch.dtype) -
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_tensors_that_cannot_be_described_on_a_gpu(dtype: torch.dtype) -> None:
+def test_tensors_that_tma_cannot_read_on_a_gpu(dtype: torch.dtype) -> None:
     arguments = _narrowed(_case(2, 300, heads=4, head_dim=64, groups=2, states=128), dtype)
     arguments = {name: value.cuda() for name, value in arguments.items()}
-    assert _is_described(arguments)
+    assert _fits_tma(arguments)
     arguments |= {name: _shifted(arguments[name]) for name in ("x", "B", "C", "dy")}
-    assert not _is_described(arguments)
+    assert not _fits_tma(arguments)
     _check_on_a_gpu(arguments, dtype)
 
 

@@ -102,7 +102,7 @@ def test_a_chunk_size_is_taken_where_plain_torch_serves_the_call(monkeypatch: py
         return ssd_chunked(*arguments, chunk=chunk, **options)
 
     monkeypatch.setattr(importlib.import_module("mambakit.ops.ssd"), "ssd_chunked", noted)
-    monkeypatch.setattr("mambakit.ops.dispatch.choose", lambda *a, **k: "torch")
+    monkeypatch.setattr("mambakit.ops.dispatch.pick", lambda *a, **k: "torch")
     for given in (10, None):
         ops.ssd(chunk_size=given, **cases.ssd(1, 30))
     assert taken == [10, 64]
@@ -524,3 +524,42 @@ def test_kernels_are_compiled_anew_when_a_file_they_call_changes(tmp_path: Path)
     assert right in text
     jit_file.write_text(text.replace(right, "return np.float32(5.0) / (np.float32(1.0) + exp2("), encoding="utf-8")
     assert run() == pytest.approx(5 * 0.7310586)
+
+
+def test_a_split_convolution_is_that_of_the_first_channels() -> None:
+    xz, weight, bias = torch.randn(2, 9, 10), torch.randn(4, 3), torch.randn(4)
+    y, again, z, state = ops.causal_conv1d_split(xz, weight, bias)
+    expected, expected_state = ops.causal_conv1d(xz[..., :4], weight, bias)
+    assert torch.equal(y, expected) and torch.equal(again, expected) and torch.equal(state, expected_state)
+    assert torch.equal(z, xz[..., 4:])
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2, 3), (0,), (1,), (2,), (3,)], ids=str)
+def test_gradients_of_a_split_convolution_are_put_together(
+    used: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose kernel has a stand-in."""
+    conv = importlib.import_module("mambakit.ops.causal_conv1d")
+
+    def backward(*arguments: Any, more_dy: Tensor | None, dx: Tensor) -> Any:
+        *before, dy, dfinal_state = arguments
+        grads = conv._conv_backward(*before, dy if more_dy is None else dy + more_dy, dfinal_state)
+        return dx.copy_(grads[0]), *grads[1:]
+
+    monkeypatch.setattr("mambakit.ops.gpu.causal_conv1d.backward", backward)
+    arguments = {"xz": torch.randn(2, 9, 10), "weight": torch.randn(4, 3), "bias": torch.randn(4)}
+    arguments["initial_state"] = torch.randn(2, 2, 4)
+
+    def on_gpu(xz: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Any:
+        outputs = conv._ConvSplit.apply(xz, weight, bias, None, initial_state, True)
+        return tuple(outputs[i] * (1 + i) for i in used)
+
+    def by_hand(xz: Tensor, **rest: Tensor) -> Any:
+        y, state = ops.causal_conv1d(xz[..., :4], **rest)
+        outputs = (y, y, xz[..., 4:], state)
+        return tuple(outputs[i] * (1 + i) for i in used)
+
+    actual, expected = with_gradients(on_gpu, arguments), with_gradients(by_hand, arguments)
+    zeros = {name: torch.zeros_like(value) for name, value in arguments.items()}
+    grads = [{name: zeros[name] if g is None else g for name, g in side[1].items()} for side in (actual, expected)]
+    assert_same((actual[0], grads[0]), (expected[0], grads[1]), 1e-6)

@@ -46,6 +46,12 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "ssd-bare": (
             registered.ssd.default, (*(dual[k] for k in ("x", "dt", "A", "B", "C")), None, None, True, 0.0, 1.0, None, None, None),
         ),
+        "conv-ssd-norm": (
+            registered.conv_ssd_norm.default,
+            (*(torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+               for shape in ((2, 40, 12 + 24 + 4), (24, 4), (24,), (4,), (4,), (4,), (12,))),
+             documents, None, None, 3, 2, 6, 1e-5, 0.0, 1.0, 16),
+        ),
         "norm": (registered.rms_norm.default, (x, weight, 1e-5, x.detach().clone().requires_grad_(), None, 4, False)),
         "norm-gated": (registered.rms_norm.default, (x, None, 1e-5, None, x.detach().clone().requires_grad_(), 8, True)),
         "embedding": (registered.embedding.default, (targets, table)),
@@ -53,7 +59,19 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }  # fmt: skip
 
 
-NAMES = ["conv", "conv-bare", "scan", "scan-bare", "ssd", "ssd-bare", "norm", "norm-gated", "embedding", "loss"]
+NAMES = [
+    "conv",
+    "conv-bare",
+    "scan",
+    "scan-bare",
+    "ssd",
+    "ssd-bare",
+    "conv-ssd-norm",
+    "norm",
+    "norm-gated",
+    "embedding",
+    "loss",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

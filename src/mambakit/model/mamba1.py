@@ -63,7 +63,7 @@ class Mamba1(KeepsFp32):
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
-        _, x, x_again, z, conv_state = ops.causal_conv1d_beside(
+        x, x_again, z, conv_state = ops.causal_conv1d_split(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
             doc_ids=doc_ids, initial_state=state["conv"] if state else None,
         )  # fmt: skip  # x, z (B, L, D)

@@ -66,18 +66,15 @@ class Mamba2(KeepsFp32):
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
         dims = self.dims
-        z, xBC, _, dt, conv_state = ops.causal_conv1d_beside(
+        normed, y, conv_state, ssm_state = ops.conv_ssd_norm(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
-            first=self.segments["z"], doc_ids=doc_ids, initial_state=state["conv"] if state else None,
+            self._A(), self.D, self.dt_bias, self.norm.weight,
+            head_dim=dims.head_dim, num_groups=dims.num_groups, eps=dims.norm_eps, group_size=dims.norm_group,
+            dt_limit=dims.dt_limit, chunk_size=dims.chunk_size, doc_ids=doc_ids,
+            conv_state=state["conv"] if state else None, ssm_state=state["ssm"] if state else None,
         )  # fmt: skip
-        y, ssm_state = ops.ssd_beside(
-            xBC, dt, self._A(), self.D, self.dt_bias,
-            head_dim=dims.head_dim, num_groups=dims.num_groups, dt_limit=dims.dt_limit,
-            chunk_size=dims.chunk_size, doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
-        )  # fmt: skip
-        normed = self._gated_norm(y, z)
         if recipes is not None:
-            y, z = y.detach(), z.detach()
+            z = projected.detach()[..., : self.segments["z"]]
             recipes.add(normed, lambda: self._gated_norm(y, z))
         return self.out_proj(normed), {"conv": conv_state, "ssm": ssm_state}
 

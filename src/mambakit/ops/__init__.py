@@ -5,19 +5,21 @@ everywhere. `doc_ids` (int32, (B, L), non-decreasing) says which document a toke
 and convolution restart from zero.
 """
 
-from .causal_conv1d import causal_conv1d, causal_conv1d_beside, causal_conv1d_step
+from .causal_conv1d import causal_conv1d, causal_conv1d_split, causal_conv1d_step
+from .conv_ssd_norm import conv_ssd_norm
 from .cross_entropy import linear_cross_entropy
 from .dispatch import backend
 from .embedding import embedding
 from .norm import normalized, rms_norm
 from .selective_scan import selective_scan, selective_scan_step
-from .ssd import ssd, ssd_beside, ssd_step
+from .ssd import ssd, ssd_step
 
 __all__ = [
     "backend",
     "causal_conv1d",
-    "causal_conv1d_beside",
+    "causal_conv1d_split",
     "causal_conv1d_step",
+    "conv_ssd_norm",
     "embedding",
     "linear_cross_entropy",
     "normalized",
@@ -25,6 +27,5 @@ __all__ = [
     "selective_scan",
     "selective_scan_step",
     "ssd",
-    "ssd_beside",
     "ssd_step",
 ]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
-from .beside import whole_rows
 from .checks import Sizes, check_documents, compute_dtype, document_starts
+
+WIDEST_ON_GPU = 16  # taps
 
 
 def causal_conv1d(
@@ -31,100 +32,80 @@ def causal_conv1d(
     activation: str | None = "silu",
 ) -> tuple[Tensor, Tensor]:
     """The convolution over whole rows: (y (B, L, D), final state (B, W-1, D)), both in x's dtype."""
-    silu = _check(x, weight, bias, doc_ids, initial_state, activation)
-    if dispatch.choose("causal_conv1d", x, unfit=_unfit(x, weight)) == "reference":
-        return causal_conv1d_reference(
-            x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation
-        )
-    y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
+    silu = check_conv(x, weight, bias, doc_ids, initial_state, activation)
+    y, final_state = dispatch.call("causal_conv1d", x, weight, bias, doc_ids, initial_state, silu)
     return y, final_state
 
 
-def causal_conv1d_beside(
-    wide: Tensor,
+def causal_conv1d_split(
+    xz: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    first: int = 0,
     doc_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
     activation: str | None = "silu",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`causal_conv1d` of D channels of wide (B, L, E) from the `first` on, and the channels before and after them:
-    (before, y, y again, after, final state).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`causal_conv1d` of the first D channels of xz (B, L, E), and the other channels: (y, y again, z, final state).
 
-    The same as splitting `wide` first, but for its backward pass on a GPU: it reads the gradients of two uses of y
-    without a sum between, and puts the parts together without a copy: ops/beside.py. y and y again are one memory:
-    leave both as they are.
+    y is returned twice, as one memory, for two uses: do not write to it. On a GPU, backward then reads the gradients of
+    both uses without a sum before it, and writes the gradient of x into that of xz without a copy.
     """
-    channels = weight.shape[0]
-    before, x, after = _split(wide, first, channels)
-    silu = _check(x, weight, bias, doc_ids, initial_state, activation)
-    is_served = wide.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and dispatch.choose("causal_conv1d", wide, unfit=_unfit(wide, weight)) == "cuda":
-        outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _ConvBeside.apply(  # type: ignore[no-untyped-call]
-            wide, first, weight, bias, doc_ids, initial_state, silu
+    x, z = _split(xz, weight.shape[0])
+    silu = check_conv(x, weight, bias, doc_ids, initial_state, activation)
+    is_eager = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if is_eager and dispatch.pick("causal_conv1d", x, weight) == "cuda":
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ConvSplit.apply(  # type: ignore[no-untyped-call]
+            xz, weight, bias, doc_ids, initial_state, silu
         )
         return outputs
     y, final_state = causal_conv1d(x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation)
-    return before, y, y, after, final_state
+    return y, y, z, final_state
 
 
-def _split(wide: Tensor, first: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The channels before, from `first`, and after."""
-    before, x, after = wide.split([first, channels, wide.shape[-1] - first - channels], dim=-1)
-    return before, x, after
+def _split(xz: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    x, z = xz.split([channels, xz.shape[-1] - channels], dim=-1)
+    return x, z
 
 
-class _ConvBeside(torch.autograd.Function):
-    """On a GPU: the gradient of the convolution's channels is written into the memory that the others' came in."""
+class _ConvSplit(torch.autograd.Function):
+    """`causal_conv1d_split` on a GPU. Not an operator of torch.library, since its outputs share memory."""
 
     @staticmethod
     def forward(
-        ctx: Any, wide: Tensor, first: int, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None,
-        initial_state: Tensor | None, silu: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        before, x, after = _split(wide, first, weight.shape[0])
+        ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+        silu: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x, z = _split(xz, weight.shape[0])
         y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
-        ctx.first, ctx.silu = first, silu
+        ctx.silu = silu
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(wide, weight, bias, doc_ids, initial_state)
-        return before, y, y.detach(), after, final_state
+        ctx.save_for_backward(xz, weight, bias, doc_ids, initial_state)
+        return y, y.detach(), z, final_state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, dbefore: Tensor | None, dy: Tensor | None, more_dy: Tensor | None, dafter: Tensor | None,
-        dfinal_state: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx: Any, dy: Tensor | None, more_dy: Tensor | None, dz: Tensor | None, dfinal_state: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         from .gpu import causal_conv1d as kernels
 
-        wide, weight, bias, doc_ids, initial_state = ctx.saved_tensors
-        channels = weight.shape[0]
-        _, x, _ = _split(wide, ctx.first, channels)
-        dwide = whole_rows(dbefore, wide, 0)
-        if dwide is None:
-            dwide = whole_rows(dafter, wide, ctx.first + channels)
-        if dwide is None:
-            dwide = torch.empty_like(wide, memory_format=torch.contiguous_format)
-        before, dx, after = _split(dwide, ctx.first, channels)
-        for part, gradient in ((before, dbefore), (after, dafter)):
-            if gradient is None:
-                part.zero_()
-            elif gradient.data_ptr() != part.data_ptr():
-                part.copy_(gradient)
+        xz, weight, bias, doc_ids, initial_state = ctx.saved_tensors
+        x, _ = _split(xz, weight.shape[0])
+        dxz = torch.empty_like(xz, memory_format=torch.contiguous_format)
+        dx, dz_part = _split(dxz, weight.shape[0])
+        dz_part.zero_() if dz is None else dz_part.copy_(dz)
         if dy is None:
             dy, more_dy = more_dy if more_dy is not None else torch.zeros_like(x), None
         grads = kernels.backward(
             x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state, more_dy=more_dy, dx=dx
         )
-        _, dweight, dbias, dstate = only_given(
-            gradients(grads, [x, weight, bias, initial_state]), [x, weight, bias, initial_state]
-        )
-        return dwide, None, dweight, dbias, None, dstate, None
+        inputs = [x, weight, bias, initial_state]
+        _, dweight, dbias, dstate = only_given(gradients(grads, inputs), inputs)
+        return dxz, dweight, dbias, None, dstate, None
 
 
-def _check(
+def check_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
     activation: str | None,
 ) -> bool:  # fmt: skip
@@ -134,14 +115,6 @@ def _check(
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B W-1 D")
     check_documents("causal_conv1d", doc_ids)
     return _is_silu("causal_conv1d", activation)
-
-
-def _unfit(x: Tensor, weight: Tensor) -> str | None:
-    if x.device.type != "cuda":
-        return None
-    from .gpu.causal_conv1d import unfit
-
-    return unfit(weight)
 
 
 def causal_conv1d_step(
@@ -160,13 +133,7 @@ def causal_conv1d_step(
 
 
 def causal_conv1d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    activation: str | None = "silu",
+    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """One shifted copy of the row per tap, masked where it would look into another document."""
     dtype = compute_dtype(x)
@@ -182,7 +149,7 @@ def causal_conv1d_reference(
         y = y + weight[:, width - 1 - k].to(dtype) * seen
     if bias is not None:
         y = y + bias.to(dtype)
-    if activation == "silu":
+    if silu:
         y = F.silu(y)
     return y.to(x.dtype), _final_state(x, state, starts)
 
@@ -301,3 +268,15 @@ def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> 
 
 
 _conv.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_cuda(x: Tensor, weight: Tensor, *_: object) -> str | None:
+    taps = weight.shape[1]
+    return f"its kernel has at most {WIDEST_ON_GPU} taps, and weight has {taps}" if taps > WIDEST_ON_GPU else None
+
+
+dispatch.TABLE["causal_conv1d"] = {
+    "cuda": dispatch.Row(_conv, _why_not_cuda),
+    "cpu": dispatch.Row(_conv),
+    "reference": dispatch.Row(causal_conv1d_reference),
+}

@@ -1,4 +1,4 @@
-"""What every operator asks of its arguments, with one message for each mistake."""
+"""Checks of operators' arguments, with one message for each mistake."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def batch_letters(op: str, name: str, tensor: Tensor) -> str:
 
 
 def check_documents(op: str, doc_ids: Tensor | None) -> None:
-    """doc_ids is int32. That it never decreases is checked where the values are at hand: `document_starts`."""
+    """doc_ids must be int32. `document_starts` checks that it never decreases."""
     if doc_ids is not None and doc_ids.dtype != torch.int32:
         raise TypeError(f"{op}: doc_ids has dtype {_dtype(doc_ids)}; need int32, as doc_ids.to(torch.int32)")
 
 
 def check_non_decreasing(op: str, doc_ids: Tensor) -> None:
-    """Raise where a row of doc_ids falls. Looks at the values, so only for tensors on the CPU."""
+    """Raise where a row of doc_ids decreases. Reads the values, so only for tensors on the CPU."""
     falls = doc_ids[:, 1:] < doc_ids[:, :-1]
     if bool(falls.any()):
         row, position = (int(i) for i in falls.nonzero()[0])
@@ -85,7 +85,7 @@ def check_non_decreasing(op: str, doc_ids: Tensor) -> None:
 
 
 def document_starts(op: str, doc_ids: Tensor | None) -> Tensor | None:
-    """(B, L) bool: True where a document begins inside the row, so where what came before is forgotten."""
+    """(B, L) bool: True where a document begins within the row, and the state restarts from zero."""
     if doc_ids is None:
         return None
     if doc_ids.device.type == "cpu":

@@ -4,7 +4,7 @@
     token_count = number of counted tokens: all, or those where loss_mask is set
 
 Sizes: hidden (..., D); weight (V, D); targets, loss_mask (...). Works through blocks of tokens of about
-LOGITS_AT_ONCE logits, and computes the gradients of a block while its logits are there: memory beyond inputs
+LOGITS_AT_ONCE logits, and computes the gradients of a block from its logits: memory beyond inputs
 and gradients does not grow with tokens x vocabulary. Logits, losses and the sum are fp32 (fp64 for fp64 inputs).
 On a GPU, logits and the gradient of hidden have hidden's dtype, as in plain torch.
 """
@@ -36,11 +36,7 @@ def linear_cross_entropy(
             f"need {tuple(targets.shape)} on {targets.device}, as targets"
         )
     counted = None if loss_mask is None else loss_mask.to(torch.bool)
-    if dispatch.choose("linear_cross_entropy", hidden, portable=True) == "reference":
-        loss_sum = linear_cross_entropy_reference(hidden, weight, targets, counted)
-    else:
-        wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-        loss_sum, _, _ = _cross_entropy(hidden, weight, targets, counted, *wanted)
+    loss_sum = dispatch.call("linear_cross_entropy", hidden, weight, targets, counted)
     return loss_sum, targets.new_full((), targets.numel(), dtype=torch.int64) if counted is None else counted.sum()
 
 
@@ -66,7 +62,7 @@ def _safe(targets: Tensor, counted: Tensor) -> Tensor:
 
 
 def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
-    if targets.device.type != "cpu":  # a look at the values would wait for the device
+    if targets.device.type != "cpu":  # reading the values would wait for the device
         return
     wrong = counted & ((targets < 0) | (targets >= vocab))
     if bool(wrong.any()):
@@ -76,18 +72,11 @@ def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
         )
 
 
-@torch.library.custom_op("mambakit::linear_cross_entropy", mutates_args=())
-def _cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss_sum, its gradient in hidden, in weight); a gradient is empty unless asked for. None counts every token."""
-    return _in_torch(hidden, weight, targets, counted, with_dhidden, with_dweight)
-
-
 def _in_torch(
     hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Made of torch's own operators, for any device."""
+    """(loss_sum, its gradient in hidden, in weight), by torch's own operators, for any device. A gradient is empty
+    unless asked for. `counted` = None counts every token."""
     counted = _all(targets) if counted is None else counted
     _check_targets(targets, counted, weight.shape[0])
     dtype = compute_dtype(hidden)
@@ -101,7 +90,7 @@ def _in_torch(
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, rows.shape[0], at_once):
             block = slice(first, first + at_once)
-            h = torch.where(used[block], rows[block].to(dtype), 0)  # what is not counted cannot spoil the sums
+            h = torch.where(used[block], rows[block].to(dtype), 0)  # a NaN that is not counted stays out of the sums
             logits = h @ W.t()  # (block, V)
             normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
             loss_sum += ((normalizer - logits.gather(1, wanted[block])) * used[block]).sum()
@@ -115,21 +104,21 @@ def _in_torch(
     return loss_sum, dhidden.view(hidden.shape) if with_dhidden else dhidden, dweight
 
 
+_cross_entropy = torch.library.custom_op("mambakit::linear_cross_entropy", _in_torch, mutates_args=())
+
+
 @_cross_entropy.register_kernel("cuda")
-def _cross_entropy_cuda(
-    hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cross_entropy_cuda(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not _has_kernel(hidden):
-        loss_sum, dhidden, dweight = _in_torch(hidden, weight, targets, counted, with_dhidden, with_dweight)
+        loss_sum, dhidden, dweight = _in_torch(hidden, *arguments)
         return loss_sum, dhidden.to(hidden.dtype), dweight
     from .gpu import cross_entropy as kernels
 
-    return kernels.forward(hidden, weight, targets, counted, with_dhidden, with_dweight)
+    return kernels.forward(hidden, *arguments)
 
 
 def _has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton serves this tensor on its GPU: `dispatch.choose` cannot keep a call from the operator, only name
-    what it does."""
+    """Whether Triton serves this tensor on its GPU: this operator is both "triton" and "torch", and decides here."""
     from .gpu import why_no_triton
 
     return tensor.dtype != torch.float64 and why_no_triton(tensor.device.index) is None
@@ -152,8 +141,8 @@ def _cross_entropy_fake(
 def _cross_entropy_backward(
     dhidden: Tensor, dweight: Tensor, dloss: Tensor, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients times that of the loss. An operator of its own, so that a second derivative is refused rather
-    than taken of gradients that have become constants."""
+    """Both gradients times that of the loss. A separate operator, so that a second derivative raises an error: the
+    gradients are constants, and autograd would give zero."""
     return _scaled(dhidden, dloss, hidden_dtype), _scaled(dweight, dloss, weight_dtype)
 
 
@@ -197,3 +186,16 @@ def _differentiate(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | N
 
 
 _cross_entropy.register_autograd(_differentiate, setup_context=_save)
+
+
+def _with_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+    """The loss, by the operator that computes the gradients with it."""
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    loss_sum: Tensor = _cross_entropy(hidden, weight, targets, counted, *wanted)[0]
+    return loss_sum
+
+
+dispatch.TABLE["linear_cross_entropy"] = {
+    **dict.fromkeys(("triton", "cpu", "torch"), dispatch.Row(_with_gradients)),
+    "reference": dispatch.Row(linear_cross_entropy_reference),
+}

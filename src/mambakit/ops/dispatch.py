@@ -1,14 +1,16 @@
 """Which implementation of an operator serves a call.
 
-Every operator has a *reference* (plain torch, any device, differentiated by autograd) and fast paths
-behind it. `auto` takes the fastest path that the device of the call has.
+TABLE has a row for each operator and backend; each operator's file fills in its own. Every operator has a *reference*
+(plain torch, any device, differentiated by autograd) and kernels. Some have a "torch", a fast path of torch's own
+operators, which runs on any device. `auto` takes the fastest that the device of the call has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +18,16 @@ from torch import Tensor
 logger = logging.getLogger("mambakit.ops")
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
-# What each operator's GPU kernel is written in; the others have none of their own.
-GPU_KERNELS = {
-    "causal_conv1d": "cuda",
-    "embedding": "cuda",
-    "selective_scan": "cuda",
-    "rms_norm": "triton",
-    "ssd": "triton",
-    "linear_cross_entropy": "triton",
-}
+
+
+class Row(NamedTuple):
+    """How a backend serves an operator. All rows of an operator take the same arguments."""
+
+    call: Callable[..., Any]
+    why_not: Callable[..., str | None] | None = None  # why it cannot serve a call with these arguments; None if it can
+
+
+TABLE: dict[str, dict[str, Row]] = {}  # operator -> backend -> row; a GPU kernel is "triton" or "cuda"
 
 _requested = "auto"  # a plain global, since torch.compile can guard on that and not on a ContextVar
 _open_blocks: list[list[str]] = []
@@ -47,10 +50,14 @@ def backend(name: str) -> Iterator[None]:
         _requested = _open_blocks[-1][0] if _open_blocks else "auto"
 
 
-def choose(op: str, x: Tensor, *, portable: bool = False, unfit: str | None = None) -> str:
-    """What serves `op` for tensors like `x`: "reference", "cpu", "triton", "cuda", or "torch" where the fast path is
-    made of torch's own operators and so is `portable` to any device. `unfit` says why this call is none for a GPU
-    kernel. Logged once per answer."""
+def call(op: str, *arguments: Any, **options: Any) -> Any:
+    """What `op` gives. The first argument is a tensor, and its device and dtype decide who serves the call."""
+    return TABLE[op][pick(op, *arguments, **options)].call(*arguments, **options)
+
+
+def pick(op: str, *arguments: Any, **options: Any) -> str:
+    """The backend that serves this call of `op`. Logged once per answer."""
+    x: Tensor = arguments[0]
     device = x.device.type
     if _requested == "reference":
         chosen, why = "reference", "asked for"
@@ -67,28 +74,30 @@ def choose(op: str, x: Tensor, *, portable: bool = False, unfit: str | None = No
             "move them to the CPU, or use ops.backend('auto')"
         )
     else:
-        chosen, why = _on_a_gpu(op, x, portable, unfit)
+        chosen, why = _pick_on_gpu(op, x, arguments, options)
     if not torch.compiler.is_compiling():
         _announce(op, device, chosen, why)
     return chosen
 
 
-def _on_a_gpu(op: str, x: Tensor, portable: bool, unfit: str | None) -> tuple[str, str]:
-    """The kernel, or what stands in for it and why."""
-    kernel = GPU_KERNELS.get(op)
+def _pick_on_gpu(op: str, x: Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str]:
+    """(backend, why): the kernel, or what serves in its place."""
+    rows = TABLE[op]
+    kernel = "triton" if "triton" in rows else "cuda" if "cuda" in rows else None
     if kernel is None or x.device.type != "cuda":
-        absent: str | None = f"it has no kernel for {x.device.type} yet"
+        why_not: str | None = f"it has no kernel for {x.device.type} yet"
     elif x.dtype == torch.float64:
-        absent = "its kernel does not compute in fp64"
+        why_not = "its kernel does not compute in fp64"
     else:
-        absent = unfit or _absent(kernel, x.device.index or 0)
-    if absent is None and _requested in ("auto", kernel):
+        refuses = rows[kernel].why_not
+        why_not = (refuses(*arguments, **options) if refuses else None) or _absent(kernel, x.device.index or 0)
+    if why_not is None and _requested in ("auto", kernel):
         assert kernel is not None
         return kernel, "fastest for this device" if _requested == "auto" else "asked for"
     if _requested in ("triton", "cuda"):
-        why = absent if absent and kernel == _requested else f"its kernel is {kernel or 'not written'}"
+        why = why_not if why_not and kernel == _requested else f"its kernel is {kernel or 'not written'}"
         raise ValueError(f"{op}: ops.backend({_requested!r}) cannot serve this call: {why}; use ops.backend('auto')")
-    return ("torch", f"{absent}") if portable else ("reference", f"{absent}; this is slow")
+    return ("torch", f"{why_not}") if "torch" in rows else ("reference", f"{why_not}; this is slow")
 
 
 def _absent(kernel: str, device_index: int) -> str | None:

@@ -19,15 +19,15 @@ from . import dispatch
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """(..., D) in weight's dtype. Tokens outside the table are an error of the device."""
-    if dispatch.choose("embedding", weight, portable=True) == "cuda":
-        y: Tensor = _embedding(tokens, weight)
-        return y
+    y: Tensor = dispatch.call("embedding", weight, tokens)
+    return y
+
+
+def _lookup(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
 
-@torch.library.custom_op("mambakit::embedding", mutates_args=())
-def _embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(tokens, weight)
+_embedding = torch.library.custom_op("mambakit::embedding", _lookup, mutates_args=())
 
 
 @_embedding.register_fake
@@ -65,3 +65,9 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
 
 
 _embedding.register_autograd(_differentiate, setup_context=_save)
+
+
+dispatch.TABLE["embedding"] = {
+    "cuda": dispatch.Row(lambda weight, tokens: _embedding(tokens, weight)),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(lambda weight, tokens: F.embedding(tokens, weight))),
+}

@@ -21,7 +21,7 @@ from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, batch_letters, compute_dtype
 
-# A GPU kernel keeps a whole group in registers.
+# A GPU kernel has a whole group in registers.
 LARGEST_GROUP_ON_GPU = 16_384
 
 
@@ -46,32 +46,23 @@ def rms_norm(
     norm_before_gate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y in x's dtype, or (y, new residual) when a residual is given."""
-    group = _check(x, weight, eps, residual, gate, group_size)
-    if dispatch.choose("rms_norm", x, unfit=_too_large(group)) == "reference":
-        return rms_norm_reference(
-            x, weight, eps=eps, residual=residual, gate=gate, group_size=group, norm_before_gate=norm_before_gate
-        )
-    y, total = _norm(x, weight, eps, residual, gate, group, norm_before_gate)
+    group = check_norm(x, weight, eps, residual, gate, group_size)
+    y, total = dispatch.call("rms_norm", x, weight, eps, residual, gate, group, norm_before_gate)
     return y if residual is None else (y, total)
 
 
-def _too_large(group: int) -> str | None:
-    if group <= LARGEST_GROUP_ON_GPU:
-        return None
-    return f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
-
-
 def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch.dtype) -> Tensor:
-    """What `rms_norm` gave in `dtype`, from the new residual it gave beside it. For backward passes: no gradient."""
-    if dispatch.choose("rms_norm", total, unfit=_too_large(total.shape[-1])) != "triton":
-        y = rms_norm(total, weight, eps=eps)
+    """rms_norm's y in `dtype`, computed again from its new residual. For backward passes: it has no gradient."""
+    arguments = total, weight, eps, None, None, total.shape[-1], False
+    if dispatch.pick("rms_norm", *arguments) != "triton":
+        y: Tensor = dispatch.call("rms_norm", *arguments)[0]
         return y.to(dtype)
     from .gpu import norm as kernels
 
-    return kernels.forward(total, weight, eps, None, None, total.shape[-1], False, dtype=dtype)[0]
+    return kernels.forward(*arguments, dtype=dtype)[0]
 
 
-def _check(
+def check_norm(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
     group_size: int | None,
 ) -> int:  # fmt: skip
@@ -89,29 +80,22 @@ def _check(
 
 
 def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    group_size: int | None = None,
-    norm_before_gate: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The formula above, line by line."""
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None, group: int,
+    norm_before_gate: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The formula above, line by line: (y, new residual)."""
     dtype = compute_dtype(x)
     total = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
     y = total
     if gate is not None and not norm_before_gate:
         y = y * F.silu(gate.to(dtype))
-    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
+    groups = y.unflatten(-1, (-1, group))
     y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if weight is not None:
         y = y * weight.to(dtype)
     if gate is not None and norm_before_gate:
         y = y * F.silu(gate.to(dtype))
-    y = y.to(x.dtype)
-    return y if residual is None else (y, total.to(residual.dtype))
+    return y.to(x.dtype), total if residual is None else total.to(residual.dtype)
 
 
 @torch.library.custom_op("mambakit::rms_norm", mutates_args=(), device_types="cpu")
@@ -127,14 +111,11 @@ def _norm(
 
 
 @_norm.register_kernel("cuda")
-def _norm_cuda(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, norm_before_gate: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _norm_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .gpu import norm as kernels
 
-    y, total = kernels.forward(x, weight, eps, residual, gate, group, norm_before_gate)
-    return y, _no_sum(x) if total is None else total
+    y, total = kernels.forward(*arguments)
+    return y, _no_sum(y) if total is None else total
 
 
 @_norm.register_fake
@@ -145,7 +126,7 @@ def _norm_fake(
 
 
 def _no_sum(x: Tensor) -> Tensor:
-    """What stands for x + residual where there is no residual."""
+    """In place of x + residual where there is no residual."""
     return x.new_empty(0, x.shape[-1], dtype=compute_dtype(x))
 
 
@@ -154,8 +135,8 @@ def _norm_backward(
     total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
     group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, residual, weight and gate, each in its own dtype. `total`, in the residual's dtype, tells that
-    of the residual, which is empty where it would equal that of x: outputs of an operator may not share memory."""
+    """Gradients of x, residual, weight and gate, each in its own dtype; `total` has the residual's. The residual's is
+    empty where it would equal that of x: outputs of an operator may not share memory."""
     from .cpu import norm as kernels
 
     dvalues, dweight, dgate = kernels.backward(
@@ -166,13 +147,10 @@ def _norm_backward(
 
 
 @_norm_backward.register_kernel("cuda")
-def _norm_backward_cuda(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _norm_backward_cuda(total: Tensor, *arguments: Any) -> list[Tensor]:
     from .gpu import norm as kernels
 
-    grads = kernels.backward(total, weight, eps, gate, group, norm_before_gate, dy, dtotal, x_dtype)
+    grads = kernels.backward(total, *arguments)
     return [total.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -182,19 +160,14 @@ def _norm_backward_fake(
     group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     dx = total.new_empty(total.shape, dtype=x_dtype)
-    grads = [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
-    if gate is not None and gate.device.type == "cuda":
-        from .gpu.norm import gradient_of_gate
-
-        grads[3] = gradient_of_gate(gate)
-    return grads
+    return [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, ctx.eps, residual, gate, ctx.group, ctx.norm_before_gate = inputs
     ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
     ctx.set_materialize_grads(False)
-    # The sum stands for both its terms, and is kept by the next norm anyway.
+    # The sum replaces both its terms, and the next norm keeps it anyway.
     ctx.save_for_backward(x if residual is None else output[1], weight, gate)
 
 
@@ -212,3 +185,18 @@ def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[
 
 
 _norm.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_triton(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None, group: int, *_: object
+) -> str | None:
+    if group <= LARGEST_GROUP_ON_GPU:
+        return None
+    return f"its kernel takes groups of up to {LARGEST_GROUP_ON_GPU} channels, not {group}"
+
+
+dispatch.TABLE["rms_norm"] = {
+    "triton": dispatch.Row(_norm, _why_not_triton),
+    "cpu": dispatch.Row(_norm),
+    "reference": dispatch.Row(rms_norm_reference),
+}

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from . import dispatch
 from .autograd import empty_gradients, gradients, only_given
-from .beside import gradient_beside
 from .checks import Sizes, check_documents, compute_dtype, document_starts
+
+LARGEST_STATE_ON_GPU = 64
 
 
 def selective_scan(
@@ -44,20 +45,10 @@ def selective_scan(
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B D N")
     sizes.at_least_one("B", "L", "D", "N")
     check_documents("selective_scan", doc_ids)
-    if dispatch.choose("selective_scan", x, unfit=_unfit(x, A)) == "reference":
-        return selective_scan_reference(
-            x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus, doc_ids=doc_ids, initial_state=initial_state
-        )
-    y, final_state, _ = _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state)
+    y, final_state, *_ = dispatch.call(
+        "selective_scan", x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state
+    )
     return y, final_state
-
-
-def _unfit(x: Tensor, A: Tensor) -> str | None:
-    if x.device.type != "cuda":
-        return None
-    from .gpu.selective_scan import unfit
-
-    return unfit(A)
 
 
 def selective_scan_step(
@@ -98,19 +89,9 @@ def positive_dt(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dtype: to
 
 
 def selective_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = True,
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The recurrence as it is written above, one step of time after the other."""
     dtype = compute_dtype(x)
     starts = document_starts("selective_scan", doc_ids)
@@ -137,18 +118,9 @@ def selective_scan_reference(
 
 @torch.library.custom_op("mambakit::selective_scan", mutates_args=(), device_types="cpu")
 def _scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, final state, states kept for backward)."""
     from .cpu import selective_scan as kernels
 
@@ -179,21 +151,10 @@ def _scan_fake(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> tuple[Tensor, Te
 
 @torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=(), device_types="cpu")
 def _scan_backward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    kept: Tensor,
-    dy: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None, kept: Tensor, dy: Tensor,
     dfinal_state: Tensor | None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the argument is absent."""
     from .cpu import selective_scan as kernels
 
@@ -214,24 +175,8 @@ def _scan_backward_cuda(*arguments: Any) -> list[Tensor]:
 
 
 @_scan_backward.register_fake
-def _scan_backward_fake(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    *_: object,
-) -> list[Tensor]:
-    grads = empty_gradients([x, dt, A, B, C, D, z, dt_bias, initial_state])
-    if z is not None and z.device.type == "cuda" and len({t.dtype for t in (x, dt, B, C, z)}) == 1:
-        grads[6] = gradient_beside(z)
-    return grads
+def _scan_backward_fake(*arguments: Any) -> list[Tensor]:
+    return empty_gradients([*arguments[:8], arguments[10]])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -251,3 +196,15 @@ def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: 
 
 
 _scan.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:
+    states, most = A.shape[1], LARGEST_STATE_ON_GPU
+    return f"its kernel holds at most {most} states, and A has {states}" if states > most else None
+
+
+dispatch.TABLE["selective_scan"] = {
+    "cuda": dispatch.Row(_scan, _why_not_cuda),
+    "cpu": dispatch.Row(_scan),
+    "reference": dispatch.Row(selective_scan_reference),
+}

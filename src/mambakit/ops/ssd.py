@@ -10,15 +10,14 @@ D (H) or (H, P); state (B, H, P, N). States and sums are fp32 (fp64 for fp64 inp
 
 The fast paths cut time into chunks and turn the recurrence into matrix products: on a CPU and on an NVIDIA GPU by
 kernels (ops/cpu/ssd.py, ops/gpu/ssd.py), which keep for backward the inputs and a few states, and recompute the rest;
-on other devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A is meant to be negative: where
-states grow past the range of fp32, so does what comes of them. A NaN is not held back by a boundary, since masks are
-factors of zero: it may spoil its chunk and the rest of its row.
+on other devices in plain torch (`ssd_chunked`), where autograd keeps what it needs. A should be negative: with a
+positive A, states can grow beyond the range of fp32. A NaN passes document boundaries, since masks are factors of zero:
+it may spoil its chunk and the rest of its row.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
-# Backward on a GPU has all channels of a head in shared memory, and states with their gradients: of these the most that
-# there is room for where there is much of it, and the most that there is room for everywhere.
 CHUNK = 64  # tokens, in plain torch
+# Backward on a GPU has all channels of a head in shared memory, with states and their gradients: at most so many
+# channels, and so many states on a GPU with much shared memory, or on any.
 LARGEST_HEAD_ON_GPU = 256
 LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
 
@@ -54,102 +53,18 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over whole rows: (y (B, L, H, P) in x's dtype, final state (B, H, P, N) in fp32).
 
-    `chunk_size` steers speed and memory alone, and None lets the kernel choose. Kernels for a GPU have chunks of their
-    own size: with any other, plain torch serves the call. The reference goes token by token.
+    `chunk_size` changes only speed and memory; None lets the kernel choose. GPU kernels have a fixed chunk size: with
+    a chunk_size, plain torch serves the call. The reference goes token by token.
     """
-    _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-    chosen = _choose(x, B, chunk_size)
-    if chosen in ("reference", "torch"):
-        plain = ssd_reference if chosen == "reference" else partial(ssd_chunked, chunk=chunk_size or CHUNK)
-        return plain(
-            x, dt, A, B, C, D, dt_bias,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, doc_ids=doc_ids, initial_state=initial_state,
-        )  # fmt: skip
-    low, high = (float(limit) for limit in dt_limit)
-    y, final_state, _ = _ssd(x, dt, A, B, C, D, dt_bias, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+    check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
+    y, final_state = dispatch.call(
+        "ssd", x, dt, A, B, C, D, dt_bias,
+        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
+    )  # fmt: skip
     return y, final_state
 
 
-def ssd_beside(
-    xBC: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    head_dim: int,
-    num_groups: int,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    chunk_size: int | None = None,
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`ssd` where x, B and C lie side by side in xBC (B, L, H P + 2 G N).
-
-    The same as splitting it first, but for its backward pass on a GPU, which writes the three gradients side by side
-    without a copy.
-    """
-    x, B, C = _parts(xBC, A.shape[0], head_dim, num_groups)
-    is_served = xBC.device.type == "cuda" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_served and _choose(x, B, chunk_size) == "triton":
-        _check(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-        outputs: tuple[Tensor, Tensor] = _SsdBeside.apply(  # type: ignore[no-untyped-call]
-            xBC, head_dim, num_groups, dt_limit, dt, A, D, dt_bias, doc_ids, initial_state
-        )
-        return outputs
-    return ssd(
-        x, dt, A, B, C, D, dt_bias,
-        dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
-    )  # fmt: skip
-
-
-def _parts(xBC: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, L, H, P), B and C (B, L, G, N)."""
-    inner = heads * head_dim
-    rest = xBC.shape[-1] - inner
-    if rest < 2 * groups or rest % (2 * groups):
-        raise ValueError(
-            f"ssd_beside: xBC has {xBC.shape[-1]} channels; need {inner} of x, as {heads} heads of {head_dim}, and the "
-            f"same number for B and C in each of {groups} groups"
-        )
-    x, B, C = xBC.split([inner, rest // 2, rest // 2], dim=-1)
-    return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-
-
-class _SsdBeside(torch.autograd.Function):
-    """On a GPU: the gradients of x, B and C are written as they lie in xBC."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, xBC: Tensor, head_dim: int, groups: int, dt_limit: tuple[float, float], dt: Tensor, A: Tensor,
-        D: Tensor | None, dt_bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from .gpu import ssd as kernels
-
-        x, B, C = _parts(xBC, A.shape[0], head_dim, groups)
-        y, final_state, kept = kernels.forward(x, dt, A, B, C, D, dt_bias, True, dt_limit, doc_ids, initial_state)
-        ctx.sizes, ctx.dt_limit = (A.shape[0], head_dim, groups), dt_limit
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(xBC, dt, A, D, dt_bias, doc_ids, initial_state, kept)
-        return y, final_state
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        from .gpu import ssd as kernels
-
-        xBC, dt, A, D, dt_bias, doc_ids, initial_state, kept = ctx.saved_tensors
-        x, B, C = _parts(xBC, *ctx.sizes)
-        dxBC = torch.empty_like(xBC, memory_format=torch.contiguous_format)
-        dy = dy if dy is not None else torch.zeros_like(x)
-        _, ddt, dA, _, _, dD, dbias, dinitial = kernels.backward(
-            x, dt, A, B, C, D, dt_bias, True, ctx.dt_limit, doc_ids, initial_state, kept, dy, dfinal_state,
-            into=_parts(dxBC, *ctx.sizes),
-        )  # fmt: skip
-        return dxBC, None, None, None, ddt, dA, dD, dbias, None, dinitial
-
-
-def _check(
+def check_ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     dt_limit: tuple[float, float], chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
 ) -> None:  # fmt: skip
@@ -162,21 +77,6 @@ def _check(
     _check_limit("ssd", dt_limit)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"ssd: chunk_size={chunk_size}; need a whole number of at least 1, or None to leave it open")
-
-
-def _choose(x: Tensor, B: Tensor, chunk_size: int | None) -> str:
-    channels, states, unfit = x.shape[3], B.shape[3], None
-    if x.device.type == "cuda" and chunk_size is not None:
-        unfit = f"its kernel has chunks of its own size, and chunk_size={chunk_size} was given"
-    elif x.device.type == "cuda" and channels > LARGEST_HEAD_ON_GPU:
-        unfit = f"its kernel takes heads of up to {LARGEST_HEAD_ON_GPU} channels, and those of x have {channels}"
-    elif x.device.type == "cuda" and states > LARGEST_STATE_ON_EVERY_GPU:
-        from .gpu.device import is_roomy
-
-        most = LARGEST_STATE_ON_GPU if is_roomy(x.device) else LARGEST_STATE_ON_EVERY_GPU
-        if states > most:
-            unfit = f"its kernel holds at most {most} states on this GPU, and B has {states}"
-    return dispatch.choose("ssd", x, portable=True, unfit=unfit)
 
 
 def ssd_step(
@@ -198,13 +98,14 @@ def ssd_step(
     sizes("D", D, "H P" if isinstance(D, Tensor) and D.dim() == 2 else "H").at_least_one("B", "H", "P", "G", "N")
     _check_heads("ssd_step", sizes)
     _check_limit("ssd_step", dt_limit)
-    if x.device.type == "cuda" and not torch.compiler.is_compiling():
-        given = [tensor for tensor in (x, state, dt, A, B, C, D, dt_bias) if tensor is not None]
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        if not learns and dispatch.choose("ssd", x, portable=True) == "triton":
-            from .gpu import ssd as kernels
+    y, state = dispatch.call("ssd_step", x, state, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+    return y, state
 
-            return kernels.step(x, state, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+
+def _plain_step(
+    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = compute_dtype(x)
     steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
     y, state = _advance(x.to(dtype), steps, A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype))
@@ -245,19 +146,10 @@ def _advance(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tens
 
 
 def ssd_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    doc_ids: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    dt_softplus: bool = True, dt_limit: tuple[float, float] = (0.0, math.inf), doc_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The recurrence as it is written above, one step of time after the other."""
     dtype = compute_dtype(x)
     starts = document_starts("ssd", doc_ids)
@@ -280,20 +172,10 @@ def ssd_reference(
 
 
 def ssd_chunked(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    doc_ids: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    dt_softplus: bool = True, dt_limit: tuple[float, float] = (0.0, math.inf), doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None, chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in chunks of Q tokens: a masked (Q, Q) product inside each, and the state carried from one to the next.
 
     ops/cpu/ssd.py has the formulas. Every factor is zero where its two ends lie in different documents.
@@ -320,15 +202,15 @@ def ssd_chunked(
     documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % chunk)], 1).unflatten(1, (-1, chunk))
     entering = torch.cat([torch.zeros_like(documents[:, :1, -1]), documents[:, :-1, -1]], 1)  # (B, c)
 
-    def decay(exponent: Tensor, together: Tensor) -> Tensor:
-        return exponent.masked_fill(~together, -math.inf).exp().to(dtype)
+    def decay(exponent: Tensor, mask: Tensor) -> Tensor:
+        return exponent.masked_fill(~mask, -math.inf).exp().to(dtype)
 
-    together = (documents[:, :, :, None] == documents[:, :, None, :]) & lower  # (B, c, Q, Q)
-    inside = decay(cum[:, :, :, None] - cum[:, :, None], together[..., None])  # (B, c, Q, Q, H)
+    same_document = (documents[:, :, :, None] == documents[:, :, None, :]) & lower  # (B, c, Q, Q)
+    within = decay(cum[:, :, :, None] - cum[:, :, None], same_document[..., None])  # (B, c, Q, Q, H)
     from_start = decay(cum, (documents == entering[:, :, None])[..., None])  # (B, c, Q, H)
     to_end = decay(cum[:, :, -1:] - cum, (documents == documents[:, :, -1:])[..., None])
     X = steps[..., None] * xs
-    scores = torch.einsum("bcihn,bcjhn->bcijh", Cs, Bs) * inside
+    scores = torch.einsum("bcihn,bcjhn->bcijh", Cs, Bs) * within
     y = torch.einsum("bcijh,bcjhp->bcihp", scores, X)
     added = torch.einsum("bcjhp,bcjhn->bchpn", to_end[..., None] * X, Bs)
     state = added.new_zeros(added[:, 0].shape) if initial_state is None else initial_state.to(dtype)
@@ -345,20 +227,9 @@ def ssd_chunked(
 
 @torch.library.custom_op("mambakit::ssd", mutates_args=(), device_types="cpu")
 def _ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
+    dt_low: float, dt_high: float, chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, final state, states kept for backward)."""
     from .cpu import ssd as kernels
 
@@ -379,26 +250,14 @@ def _ssd_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_limits(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """dt's limits as a pair; and a GPU's chunks are its own business."""
+    """dt's limits as a pair, and no chunk_size."""
     *tensors, dt_softplus, dt_low, dt_high, _ = arguments[:11]
     return *tensors, dt_softplus, (dt_low, dt_high), *arguments[11:]
 
 
 @_ssd.register_fake
-def _ssd_fake(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ssd_fake(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    chunk_size = rest[6]
     dtype = compute_dtype(x)
     if x.device.type == "cuda":
         from .gpu.ssd import kept_shape as shape_on_gpu
@@ -414,23 +273,10 @@ def _ssd_fake(
 
 @torch.library.custom_op("mambakit::ssd_backward", mutates_args=(), device_types="cpu")
 def _ssd_backward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    kept: Tensor,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
-) -> list[Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
+    dt_low: float, dt_high: float, chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of x, dt, A, B, C, D, dt_bias, initial_state; empty where the argument is absent."""
     from .cpu import ssd as kernels
 
@@ -463,23 +309,8 @@ def _ssd_backward_cuda(*arguments: Any) -> list[Tensor]:
 
 
 @_ssd_backward.register_fake
-def _ssd_backward_fake(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    chunk_size: int | None,
-    doc_ids: Tensor | None,
-    initial_state: Tensor | None,
-    *_: object,
-) -> list[Tensor]:
-    return empty_gradients([x, dt, A, B, C, D, dt_bias, initial_state])
+def _ssd_backward_fake(*arguments: Any) -> list[Tensor]:
+    return empty_gradients([*arguments[:7], arguments[12]])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -500,3 +331,60 @@ def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: 
 
 
 _ssd.register_autograd(_differentiate, setup_context=_save)
+
+
+def _why_not_triton(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: object, chunk_size: int | None, **__: object
+) -> str | None:
+    channels, states = x.shape[3], B.shape[3]
+    if chunk_size is not None:
+        return f"its kernel has chunks of its own size, and chunk_size={chunk_size} was given"
+    if channels > LARGEST_HEAD_ON_GPU:
+        return f"its kernel takes heads of up to {LARGEST_HEAD_ON_GPU} channels, and those of x have {channels}"
+    if states > LARGEST_STATE_ON_EVERY_GPU:
+        from .gpu.device import is_roomy
+
+        most = LARGEST_STATE_ON_GPU if is_roomy(x.device) else LARGEST_STATE_ON_EVERY_GPU
+        if states > most:
+            return f"its kernel holds at most {most} states on this GPU, and B has {states}"
+    return None
+
+
+def _by_kernel(
+    *tensors: Any, dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None, doc_ids: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    low, high = (float(limit) for limit in dt_limit)
+    y, final_state, _ = _ssd(*tensors, dt_softplus, low, high, chunk_size, doc_ids, initial_state)
+    return y, final_state
+
+
+dispatch.TABLE["ssd"] = {
+    "triton": dispatch.Row(_by_kernel, _why_not_triton),
+    "cpu": dispatch.Row(_by_kernel),
+    "torch": dispatch.Row(
+        lambda *tensors, chunk_size, **options: ssd_chunked(*tensors, chunk=chunk_size or CHUNK, **options)
+    ),
+    "reference": dispatch.Row(lambda *tensors, chunk_size, **options: ssd_reference(*tensors, **options)),
+}
+
+
+def _why_no_step(*arguments: Any) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile does not trace its kernel"
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "its kernel has no gradient"
+    return None
+
+
+def _step_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from .gpu import ssd as kernels
+
+    return kernels.step(*arguments)
+
+
+dispatch.TABLE["ssd_step"] = {
+    "triton": dispatch.Row(_step_kernel, _why_no_step),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_plain_step)),
+}

@@ -38,7 +38,7 @@ INTERVAL = 32
 
 
 @kernel
-def _advance(dt: Any, dtx: Any, A: Any, state: Any, B_n: Any, C_n: Any, y: Any) -> None:
+def _step(dt: Any, dtx: Any, A: Any, state: Any, B_n: Any, C_n: Any, y: Any) -> None:
     """state = exp(dt A) state + dt x B; y += C state, for one time and one of the N states."""
     for i in range(dt.size):
         new = exp2(dt[i] * A[i]) * state[i] + dtx[i] * B_n
@@ -47,10 +47,8 @@ def _advance(dt: Any, dtx: Any, A: Any, state: Any, B_n: Any, C_n: Any, y: Any) 
 
 
 @kernel
-def _advance_keeping(
-    dt: Any, dtx: Any, A: Any, before: Any, B_n: Any, C_n: Any, y: Any, decay: Any, after: Any
-) -> None:
-    """As `_advance`, from one tile of the scratch into the next, keeping the decay too."""
+def _step_keeping(dt: Any, dtx: Any, A: Any, before: Any, B_n: Any, C_n: Any, y: Any, decay: Any, after: Any) -> None:
+    """As `_step`, from one tile of the scratch into the next; keeps the decay too."""
     for i in range(dt.size):
         a = exp2(dt[i] * A[i])
         new = a * before[i] + dtx[i] * B_n
@@ -60,7 +58,7 @@ def _advance_keeping(
 
 
 @kernel
-def _positive(dt: Any, bias: Any, use_softplus: Any, out: Any) -> None:
+def _positive_dt(dt: Any, bias: Any, use_softplus: Any, out: Any) -> None:
     """out = softplus(dt + bias), or dt + bias."""
     if use_softplus:
         for i in range(out.size):
@@ -72,14 +70,14 @@ def _positive(dt: Any, bias: Any, use_softplus: Any, out: Any) -> None:
 
 @kernel
 def _inputs(step: Any, x: Any, D: Any, dtx: Any, y: Any) -> None:
-    """What a token brings: dtx = dt x into the state, y = D x past it."""
+    """dtx = dt x, which enters the state, and y = D x, which does not."""
     for i in range(x.size):
         dtx[i] = step[i] * x[i]
         y[i] = D[i] * x[i]
 
 
 @kernel
-def _finish(step: Any, x: Any, D: Any, dy: Any, ddtx: Any, ddt: Any, dx: Any, dD: Any, ln_2: Any) -> None:
+def _inputs_backward(step: Any, x: Any, D: Any, dy: Any, ddtx: Any, ddt: Any, dx: Any, dD: Any, ln_2: Any) -> None:
     """Once all n are summed: dx, dD, and ddt, whose sum so far has the scale of A'."""
     for i in range(x.size):
         ddt[i] = ddt[i] * ln_2 + ddtx[i] * x[i]
@@ -88,8 +86,8 @@ def _finish(step: Any, x: Any, D: Any, dy: Any, ddtx: Any, ddt: Any, dx: Any, dD
 
 
 @kernel
-def _positive_backward(dt: Any, bias: Any, use_softplus: Any, ddt: Any, dbias: Any) -> None:
-    """ddt enters as the gradient of `_positive`'s output and leaves as that of dt; dbias sums it."""
+def _positive_dt_backward(dt: Any, bias: Any, use_softplus: Any, ddt: Any, dbias: Any) -> None:
+    """ddt enters as the gradient of `_positive_dt`'s output and leaves as that of dt; dbias sums it."""
     if use_softplus:
         for i in range(ddt.size):
             ddt[i] = ddt[i] * sigmoid(dt[i] + bias[i])
@@ -98,7 +96,7 @@ def _positive_backward(dt: Any, bias: Any, use_softplus: Any, ddt: Any, dbias: A
 
 
 @reduction_kernel
-def _retreat(
+def _step_backward(
     dt: Any, dtx: Any, A: Any, before: Any, after: Any, decay: Any, dy: Any, B_n: Any, C_n: Any,
     dstate: Any, ddt: Any, ddtx: Any, dA: Any,
 ) -> Any:  # fmt: skip
@@ -140,10 +138,10 @@ def _forward_block(
         if t % INTERVAL == 0:
             kept[row, t // INTERVAL, :, begin:end] = state
         y = out[row, t, begin:end]
-        _positive(dt[r * dt_step + begin : r * dt_step + end], bias[begin:end], use_softplus, step)
+        _positive_dt(dt[r * dt_step + begin : r * dt_step + end], bias[begin:end], use_softplus, step)
         _inputs(step, x[r * x_step + begin : r * x_step + end], D[begin:end], dtx, y)
         for n in range(num_states):
-            _advance(step, dtx, A[n, begin:end], state[n], B[r * B_step + n], C[r * C_step + n], y)
+            _step(step, dtx, A[n, begin:end], state[n], B[r * B_step + n], C[r * C_step + n], y)
         if z.size > 0:
             gate(y, z[r * z_step + begin : r * z_step + end])
     states[row, :, begin:end] = state
@@ -184,19 +182,19 @@ def _backward_block(
         states[0] = kept[row, interval, :, begin:end]
         for k in range(count):
             r = row * length + first + k
-            fresh = starts.size > 0 and starts[row, first + k]
-            _positive(dt[r * dt_step + begin : r * dt_step + end], bias[begin:end], use_softplus, steps[k])
+            is_start = starts.size > 0 and starts[row, first + k]
+            _positive_dt(dt[r * dt_step + begin : r * dt_step + end], bias[begin:end], use_softplus, steps[k])
             _inputs(steps[k], x[r * x_step + begin : r * x_step + end], D[begin:end], dtx[k], y[k])
             for n in range(num_states):
-                before = zeros if fresh else states[k, n]
-                _advance_keeping(
+                before = zeros if is_start else states[k, n]
+                _step_keeping(
                     steps[k], dtx[k], A[n, begin:end], before, B[r * B_step + n], C[r * C_step + n],
                     y[k], decays[k, n], states[k + 1, n],
                 )  # fmt: skip
         for k in range(count - 1, -1, -1):
             t = first + k
             r = row * length + t
-            fresh = starts.size > 0 and starts[row, t]
+            is_start = starts.size > 0 and starts[row, t]
             x_t = x[r * x_step + begin : r * x_step + end]
             dt_t = dt[r * dt_step + begin : r * dt_step + end]
             copy_to(dy, dout[row, t, begin:end])
@@ -206,17 +204,17 @@ def _backward_block(
             copy_to(ddt_t, zeros)
             copy_to(ddtx, zeros)
             for n in range(num_states):
-                before = zeros if fresh else states[k, n]
-                dB_n, dC_n = _retreat(
+                before = zeros if is_start else states[k, n]
+                dB_n, dC_n = _step_backward(
                     steps[k], dtx[k], A[n, begin:end], before, states[k + 1, n], decays[k, n], dy,
                     B[r * B_step + n], C[r * C_step + n], dstate[n], ddt_t, ddtx, dA_tile[n],
                 )  # fmt: skip
                 dB[row, t, n] = dB_n
                 dC[row, t, n] = dC_n
-            if fresh:
+            if is_start:
                 dstate[:] = 0
-            _finish(steps[k], x_t, D[begin:end], dy, ddtx, ddt_t, dx[row, t, begin:end], dD_tile, ln_2)
-            _positive_backward(dt_t, bias[begin:end], use_softplus, ddt_t, dbias_tile)
+            _inputs_backward(steps[k], x_t, D[begin:end], dy, ddtx, ddt_t, dx[row, t, begin:end], dD_tile, ln_2)
+            _positive_dt_backward(dt_t, bias[begin:end], use_softplus, ddt_t, dbias_tile)
     dstates[row, :, begin:end] = dstate
     dA[row, :, begin:end] = dA_tile
     dD[row, begin:end] = dD_tile

@@ -8,8 +8,7 @@ enters the chunk:
     S_out = exp(cum_Q) S  +  sum_j exp(cum_Q - cum_j) X_j B_j^T
 
 Every factor is exactly zero where its two ends lie in different documents: `first` says where the document of a token
-begins in its chunk. States lie as (N, heads x P), so that the products with B
-and C need no transposed copies.
+begins in its chunk. States lie as (N, heads x P), so that the products with B and C need no transposed copies.
 
 Work goes piece by piece, some rows by a span of chunks, small enough for its intermediates to stay in cache. The
 state before each span is kept for backward; everything else is recomputed there.
@@ -68,35 +67,35 @@ class Plan:
 
 
 @kernel
-def _cumulate(dA: Any, starts: Any, cum: Any, first: Any) -> None:
+def _cumulative_sums(dA: Any, starts: Any, cum: Any, first: Any) -> None:
     """cum (B, c, H, Q) from dA (B, c, Q, H), beginning anew with each document; first (B, c, Q)."""
     rows, chunks, size, heads = dA.shape
     for b in range(rows):
         for c in range(chunks):
             for i in range(size):
-                fresh = i == 0 or (starts.size > 0 and starts[b, c, i])
-                first[b, c, i] = i if fresh else first[b, c, i - 1]
+                is_start = i == 0 or (starts.size > 0 and starts[b, c, i])
+                first[b, c, i] = i if is_start else first[b, c, i - 1]
                 for h in range(heads):
-                    cum[b, c, h, i] = dA[b, c, i, h] if fresh else cum[b, c, h, i - 1] + dA[b, c, i, h]
+                    cum[b, c, h, i] = dA[b, c, i, h] if is_start else cum[b, c, h, i - 1] + dA[b, c, i, h]
 
 
-# Sums of dt A are made in fp64 and handed on as `high` + `low`, two numbers of the compute dtype, scaled by log2(e):
-# the difference of two long sums keeps all its digits, and the loops keep their lanes.
+# Sums of dt A are fp64, times log2(e), and then split into `high` + `low` of the compute dtype: so the difference of
+# two long sums keeps all its digits, and the loops are vectorized.
 
 
 @kernel
-def _decay_times(high_i: Any, low_i: Any, high: Any, low: Any, products: Any, out: Any) -> None:
-    """out_j = exp(cum_i - cum_j) products_j."""
+def _decay_times(high_i: Any, low_i: Any, high: Any, low: Any, CB: Any, out: Any) -> None:
+    """out_j = exp(cum_i - cum_j) CB_j."""
     for j in range(out.size):
-        out[j] = exp2((high_i - high[j]) + (low_i - low[j])) * products[j]
+        out[j] = exp2((high_i - high[j]) + (low_i - low[j])) * CB[j]
 
 
 @kernel
-def _score(high: Any, low: Any, products: Any, first: Any, scores: Any, b: Any, c: Any) -> None:
+def _scores_of_chunk(high: Any, low: Any, CB: Any, first: Any, scores: Any, b: Any, c: Any) -> None:
     """scores (B, c, H, Q, Q) of one chunk: exp(cum_i - cum_j) C_i B_j for first_i <= j <= i, else zero."""
-    high, low, products, scores = borrowed(high), borrowed(low), borrowed(products), borrowed(scores)
+    high, low, CB, scores = borrowed(high), borrowed(low), borrowed(CB), borrowed(scores)
     heads, size = scores.shape[2:4]
-    share = heads // products.shape[2]
+    share = heads // CB.shape[2]
     for h in range(heads):
         for i in range(size):
             begin = first[b, c, i]
@@ -104,7 +103,7 @@ def _score(high: Any, low: Any, products: Any, first: Any, scores: Any, b: Any, 
                 scores[b, c, h, i, j] = 0
             _decay_times(
                 high[b, c, h, i], low[b, c, h, i], high[b, c, h, begin : i + 1], low[b, c, h, begin : i + 1],
-                products[b, c, h // share, i, begin : i + 1], scores[b, c, h, i, begin : i + 1],
+                CB[b, c, h // share, i, begin : i + 1], scores[b, c, h, i, begin : i + 1],
             )  # fmt: skip
             for j in range(i + 1, size):
                 scores[b, c, h, i, j] = 0
@@ -112,13 +111,13 @@ def _score(high: Any, low: Any, products: Any, first: Any, scores: Any, b: Any, 
 
 @kernel
 def _decay_backward(
-    high_i: Any, low_i: Any, high: Any, low: Any, products: Any, dscores: Any, dproducts: Any, between: Any
+    high_i: Any, low_i: Any, high: Any, low: Any, CB: Any, dscores: Any, dCB: Any, between: Any
 ) -> None:
-    """dproducts_j += dscores_j exp(cum_i - cum_j); between_j += dscores_j exp(cum_i - cum_j) products_j."""
+    """dCB_j += dscores_j exp(cum_i - cum_j); between_j += dscores_j exp(cum_i - cum_j) CB_j."""
     for j in range(high.size):
-        through = dscores[j] * exp2((high_i - high[j]) + (low_i - low[j]))
-        dproducts[j] += through
-        between[j] += through * products[j]
+        dCB_j = dscores[j] * exp2((high_i - high[j]) + (low_i - low[j]))
+        dCB[j] += dCB_j
+        between[j] += dCB_j * CB[j]
 
 
 @reduction_kernel
@@ -130,18 +129,18 @@ def _sum(values: Any) -> Any:
 
 
 @kernel
-def _score_backward(
-    high: Any, low: Any, products: Any, first: Any, dscores: Any, dproducts: Any, ddA: Any, b: Any, c: Any
+def _scores_backward_of_chunk(
+    high: Any, low: Any, CB: Any, first: Any, dscores: Any, dCB: Any, ddA: Any, b: Any, c: Any
 ) -> None:
-    """dproducts (B, c, G, Q, Q), zero before, and ddA (B, c, H, Q) of one chunk.
+    """dCB (B, c, G, Q, Q), zero before, and ddA (B, c, H, Q) of one chunk.
 
-    dt A of token k decays all that goes from j < k to i >= k: walking down from the last i, `between` sums what comes
-    from each j. (Row sums minus column sums would give the same, but cancel: in fp32, four digits of A's gradient.)
+    dt A of token k decays everything that goes from j < k to i >= k. Going down from the last i, `between` sums what
+    comes from each j. (Row sums minus column sums give the same, but cancel: fp32 loses four digits of dA.)
     """
-    high, low, products = borrowed(high), borrowed(low), borrowed(products)
-    dscores, dproducts = borrowed(dscores), borrowed(dproducts)
+    high, low, CB = borrowed(high), borrowed(low), borrowed(CB)
+    dscores, dCB = borrowed(dscores), borrowed(dCB)
     heads, size = dscores.shape[2:4]
-    share = heads // products.shape[2]
+    share = heads // CB.shape[2]
     between = np.empty(size, dscores.dtype)
     for h in range(heads):
         g = h // share
@@ -151,79 +150,75 @@ def _score_backward(
             begin = first[b, c, i]
             _decay_backward(
                 high[b, c, h, i], low[b, c, h, i], high[b, c, h, begin : i + 1], low[b, c, h, begin : i + 1],
-                products[b, c, g, i, begin : i + 1], dscores[b, c, h, i, begin : i + 1],
-                dproducts[b, c, g, i, begin : i + 1], between[begin : i + 1],
+                CB[b, c, g, i, begin : i + 1], dscores[b, c, h, i, begin : i + 1],
+                dCB[b, c, g, i, begin : i + 1], between[begin : i + 1],
             )  # fmt: skip
             ddA[b, c, h, i] = _sum(between[begin:i])
 
 
 @kernel
-def _carry_over(added: Any, through: Any, state: Any) -> None:
-    """state = through state + added, while `added` becomes the state before."""
+def _pass_state(added: Any, chunk_decay: Any, state: Any) -> None:
+    """state = chunk_decay state + added; `added` becomes the state before."""
     for i in range(state.size):
         before = state[i]
-        state[i] = through[i] * before + added[i]
+        state[i] = chunk_decay[i] * before + added[i]
         added[i] = before
 
 
 @kernel
-def _carry(added: Any, through: Any, state: Any, backwards: Any, b: Any, g: Any, begin: Any, end: Any) -> None:
-    """Carry states n of [begin, end) through all chunks. `added` (B, c, G, N, hP), what each chunk adds, becomes the
-    state it finds; `state` (B, G, N, hP) becomes the last; through is (B, c, G, hP)."""
-    added, through, state = borrowed(added), borrowed(through), borrowed(state)
+def _pass_states(
+    added: Any, chunk_decay: Any, state: Any, backwards: Any, b: Any, g: Any, begin: Any, end: Any
+) -> None:
+    """Pass states n of [begin, end) through all chunks. `added` (B, c, G, N, hP), what each chunk adds, becomes what
+    enters it; `state` (B, G, N, hP) becomes the last state; chunk_decay is (B, c, G, hP)."""
+    added, chunk_decay, state = borrowed(added), borrowed(chunk_decay), borrowed(state)
     chunks = added.shape[1]
     for n in range(begin, end):
         for k in range(chunks):
             c = chunks - 1 - k if backwards else k
-            _carry_over(added[b, c, g, n], through[b, c, g], state[b, g, n])
+            _pass_state(added[b, c, g, n], chunk_decay[b, c, g], state[b, g, n])
 
 
 @reduction_kernel
-def _meet_head(dX: Any, left: Any, to_end: Any, x: Any, dy: Any, entered: Any, dt: Any, dx: Any) -> Any:
-    """One token and head: dx, and the sums over P of dy entered, x left to_end, and x dX."""
-    read = dX.dtype.type(0)
-    sent = dX.dtype.type(0)
-    kept = dX.dtype.type(0)
+def _dx_of_head(dX: Any, B_dstate: Any, to_end: Any, x: Any, dy: Any, C_state: Any, dt: Any, dx: Any) -> Any:
+    """One token and head: dx, and the sums over P of y dy and x dX from states, and of x dX from all."""
+    y_dy = dX.dtype.type(0)
+    x_dx_state = dX.dtype.type(0)
+    x_dx = dX.dtype.type(0)
     for p in range(dX.size):
-        later = left[p] * to_end
-        total = dX[p] + later
-        dx[p] = total * dt
-        read += dy[p] * entered[p]
-        sent += x[p] * later
-        kept += x[p] * total
-    return read, sent, kept
+        dX_state = B_dstate[p] * to_end
+        dX_total = dX[p] + dX_state
+        dx[p] = dX_total * dt
+        y_dy += dy[p] * C_state[p]
+        x_dx_state += x[p] * dX_state
+        x_dx += x[p] * dX_total
+    return y_dy, x_dx_state, x_dx
 
 
 @kernel
-def _meet(
-    dX: Any, left: Any, to_end: Any, x: Any, x_step: Any, dy: Any, dy_step: Any, entered: Any, dt: Any,
-    dx: Any, read: Any, sent: Any, kept: Any, b: Any, c: Any,
+def _dx_of_chunk(
+    dX: Any, B_dstates: Any, to_end: Any, x: Any, x_step: Any, dy: Any, dy_step: Any, C_states: Any, dt: Any,
+    dx: Any, y_dy: Any, x_dx_state: Any, x_dx: Any, b: Any, c: Any,
 ) -> None:  # fmt: skip
-    """Bring together what a chunk's tokens get from within (dX, (B, c, H, Q, P)) and from the states around it (left,
-    entered, (B, c, G, Q, hP)). Writes dx (B, c, Q, H, P) and three sums (B, c, Q, H)."""
-    dX, left, x, dy, entered, dx = (
-        borrowed(dX),
-        borrowed(left),
-        borrowed(x),
-        borrowed(dy),
-        borrowed(entered),
-        borrowed(dx),
-    )
+    """dx (B, c, Q, H, P) of one chunk and three sums (B, c, Q, H), from the gradient dX of dt x within the chunk
+    (B, c, H, Q, P) and the products with the states around it, B_dstates and C_states (B, c, G, Q, hP)."""
+    dX, B_dstates, C_states = borrowed(dX), borrowed(B_dstates), borrowed(C_states)
+    x, dy, dx = borrowed(x), borrowed(dy), borrowed(dx)
     chunks, size, heads, P = dx.shape[1:]
-    share = heads // left.shape[2]
+    share = heads // B_dstates.shape[2]
     for q in range(size):
         r = (b * chunks + c) * size + q
         for h in range(heads):
             g, at = h // share, (h % share) * P
-            read[b, c, q, h], sent[b, c, q, h], kept[b, c, q, h] = _meet_head(
-                dX[b, c, h, q], left[b, c, g, q, at : at + P], to_end[b, c, q, h],
+            y_dy[b, c, q, h], x_dx_state[b, c, q, h], x_dx[b, c, q, h] = _dx_of_head(
+                dX[b, c, h, q], B_dstates[b, c, g, q, at : at + P], to_end[b, c, q, h],
                 x[r * x_step + h * P : r * x_step + (h + 1) * P], dy[r * dy_step + h * P : r * dy_step + (h + 1) * P],
-                entered[b, c, g, q, at : at + P], dt[b, c, q, h], dx[b, c, q, h],
+                C_states[b, c, g, q, at : at + P], dt[b, c, q, h], dx[b, c, q, h],
             )  # fmt: skip
 
 
 class _Piece:
-    """What forward and backward both need of a piece; what is like x is (B, c, Q, H, P)."""
+    """What forward and backward both need of a piece. Tensors like x are (B, c, Q, H, P)."""
 
     def __init__(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, state: Tensor, chunk: int
@@ -232,9 +227,9 @@ class _Piece:
         self.heads_per_group = x.shape[2] // self.groups
         self.x, self.dt = self.chunked(x, state.dtype), self.chunked(dt, state.dtype)  # dt (B, c, Q, H)
         self.B, self.C = (self.chunked(t, state.dtype).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
-        self.first, self.high, self.low, self.from_start, self.to_end, self.through = self._decays(A, starts)
-        self.leaving = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
-        self.states, self.final_state = self.carried(self.B.transpose(-1, -2) @ self.leaving, state)
+        self.first, self.high, self.low, self.from_start, self.to_end, self.chunk_decay = self._decays(A, starts)
+        self.X_to_end = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
+        self.states, self.final_state = self.pass_states(self.B.transpose(-1, -2) @ self.X_to_end, state)
 
     def chunked(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, L, …) as (B, c, Q, …), padded with zeros at the end."""
@@ -262,17 +257,17 @@ class _Piece:
         """first (B, c, Q); cum (B, c, H, Q) times log2(e) in two parts, high and low;
         from_start (B, c, Q, H): exp(cum_i), zero past the document that enters the chunk;
         to_end (B, c, Q, H): exp(cum_Q - cum_j), zero before the document that leaves it;
-        through (B, c, H): exp(cum_Q), zero when a document begins inside."""
+        chunk_decay (B, c, H): exp(cum_Q), zero when a document begins inside."""
         dtype, wide = self.dt.dtype, torch.float64
         dA = self.dt.to(wide) * A.to(wide)
         rows, chunks, size, heads = dA.shape
         cum, first = dA.new_empty(rows, chunks, heads, size), torch.empty(rows, chunks, size, dtype=torch.int64)
-        fresh = self.chunked(starts, torch.bool) if starts is not None else torch.empty(0, 0, 0, dtype=torch.bool)
-        _cumulate(array(dA, wide), array(fresh, torch.bool), cum.numpy(), first.numpy())
+        is_start = self.chunked(starts, torch.bool) if starts is not None else torch.empty(0, 0, 0, dtype=torch.bool)
+        _cumulative_sums(array(dA, wide), array(is_start, torch.bool), cum.numpy(), first.numpy())
         by_time = cum.transpose(2, 3)  # (B, c, Q, H)
         from_start, to_end = by_time.exp(), by_time[:, :, -1:] - by_time
         if starts is not None:
-            entering = (first == 0) & ~fresh[:, :, :1]
+            entering = (first == 0) & ~is_start[:, :, :1]
             from_start.masked_fill_(~entering[..., None], 0)
             to_end.masked_fill_((first != first[:, :, -1:])[..., None], -torch.inf)
         scaled = cum.mul_(LOG2_E)
@@ -281,18 +276,19 @@ class _Piece:
         from_start = from_start.to(dtype)
         return first, high, low, from_start, to_end.exp_().to(dtype), from_start[:, :, -1]
 
-    def carried(self, added: Tensor, state: Tensor, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
+    def pass_states(self, added: Tensor, state: Tensor, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """(the state before each chunk (B, c, G, N, hP), the state after all) from what each chunk adds, which is
-        overwritten, and the first state (B, G, N, hP). Backwards, a chunk's successor comes before it."""
+        overwritten, and the first state (B, G, N, hP). Backwards, chunks go from the last to the first."""
         state = state.clone()
         rows, _, groups, num_states, _ = added.shape
-        through = self.through.unflatten(2, (groups, -1)).repeat_interleave(self.x.shape[4], dim=3)  # (B, c, G, hP)
-        arguments = added.numpy(), array(through, through.dtype), state.numpy(), backwards
+        by_group = self.chunk_decay.unflatten(2, (groups, -1))
+        chunk_decay = by_group.repeat_interleave(self.x.shape[4], dim=3)  # (B, c, G, hP)
+        arguments = added.numpy(), array(chunk_decay, chunk_decay.dtype), state.numpy(), backwards
         ranges = blocks(num_states, STATES_OF_A_TASK)
 
         def work(task: int) -> None:
             row_and_group, block = divmod(task, len(ranges))
-            _carry(*arguments, *divmod(row_and_group, groups), *ranges[block])
+            _pass_states(*arguments, *divmod(row_and_group, groups), *ranges[block])
 
         for_each(work, rows * groups * len(ranges))
         return added, state
@@ -306,31 +302,34 @@ class _Piece:
 
     def scores(self) -> tuple[Tensor, Tensor]:
         """(C_i B_j (B, c, G, Q, Q), that times exp(cum_i - cum_j) (B, c, H, Q, Q), zero unless first_i <= j <= i)."""
-        products = self.C @ self.B.transpose(-1, -2)
-        scores = products.new_empty(*self.high.shape, self.chunk)
-        arguments = (*self._numpy(), products.numpy(), self.first.numpy(), scores.numpy())
-        self._for_each_chunk(_score, arguments)
-        return products, scores
+        CB = self.C @ self.B.transpose(-1, -2)
+        scores = CB.new_empty(*self.high.shape, self.chunk)
+        arguments = (*self._numpy(), CB.numpy(), self.first.numpy(), scores.numpy())
+        self._for_each_chunk(_scores_of_chunk, arguments)
+        return CB, scores
 
-    def scores_backward(self, products: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor]:
+    def scores_backward(self, CB: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor]:
         """(gradient of C_i B_j (B, c, G, Q, Q), of dt A (B, c, H, Q))."""
-        dproducts, ddA = torch.zeros_like(products), torch.empty_like(self.high)
+        dCB, ddA = torch.zeros_like(CB), torch.empty_like(self.high)
         arguments = (
-            *self._numpy(), products.numpy(), self.first.numpy(), dscores.numpy(), dproducts.numpy(), ddA.numpy(),
+            *self._numpy(), CB.numpy(), self.first.numpy(), dscores.numpy(), dCB.numpy(), ddA.numpy(),
         )  # fmt: skip
-        self._for_each_chunk(_score_backward, arguments)
-        return dproducts, ddA
+        self._for_each_chunk(_scores_backward_of_chunk, arguments)
+        return dCB, ddA
 
-    def meet(self, dX: Tensor, left: Tensor, dy: Tensor, entered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `_meet`: (dx (B, c, Q, H, P), and the sums read, sent and kept (B, c, Q, H))."""
+    def dx_and_sums(
+        self, dX: Tensor, B_dstates: Tensor, dy: Tensor, C_states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `_dx_of_chunk`: (dx (B, c, Q, H, P), and the sums y_dy, x_dx_state and x_dx (B, c, Q, H))."""
         dtype = dX.dtype
         dx = dX.new_empty(self.x.shape)
         sums = [dX.new_empty(self.dt.shape) for _ in range(3)]
         arguments = (
-            dX.numpy(), left.numpy(), array(self.to_end, dtype), *flat(self.x.flatten(3), dtype),
-            *flat(dy.flatten(3), dtype), entered.numpy(), array(self.dt, dtype), dx.numpy(), *(s.numpy() for s in sums),
+            dX.numpy(), B_dstates.numpy(), array(self.to_end, dtype), *flat(self.x.flatten(3), dtype),
+            *flat(dy.flatten(3), dtype), C_states.numpy(), array(self.dt, dtype), dx.numpy(),
+            *(s.numpy() for s in sums),
         )  # fmt: skip
-        self._for_each_chunk(_meet, arguments)
+        self._for_each_chunk(_dx_of_chunk, arguments)
         return dx, sums[0], sums[1], sums[2]
 
 
@@ -381,9 +380,9 @@ def forward(
                 piece = _Piece(
                     x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None, state, plan.chunk
                 )
-                inside = piece.scores()[1] @ _head_major(piece.x, piece.dt)  # (B, c, H, Q, P)
-                entered = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
-                y[at] = piece.whole(torch.addcmul(inside.transpose(2, 3), entered, piece.from_start[..., None]))
+                y_intra = piece.scores()[1] @ _head_major(piece.x, piece.dt)  # (B, c, H, Q, P)
+                y_inter = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
+                y[at] = piece.whole(torch.addcmul(y_intra.transpose(2, 3), y_inter, piece.from_start[..., None]))
                 state = piece.final_state
             final_state[rows] = _full_state(state, x.shape[2] // groups)
     return y, final_state, kept
@@ -420,29 +419,30 @@ def backward(
 def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
     """Gradients of (x, dt, A, B, C, the state before the piece) from those of y and of the state after it."""
     dy = piece.chunked(dy, piece.x.dtype)
-    dy_entered = piece.by_group(dy * piece.from_start[..., None])  # (B, c, G, Q, hP)
+    dy_from_start = piece.by_group(dy * piece.from_start[..., None])  # (B, c, G, Q, hP)
     # dstates[:, c] is the gradient of the state leaving chunk c.
-    dstates, dstate = piece.carried(piece.C.transpose(-1, -2) @ dy_entered, dstate, backwards=True)
+    dstates, dstate = piece.pass_states(piece.C.transpose(-1, -2) @ dy_from_start, dstate, backwards=True)
 
-    # Inside the chunk.
-    products, scores = piece.scores()
+    # Within the chunk.
+    CB, scores = piece.scores()
     dy_heads = _head_major(dy)
     dX = scores.transpose(-1, -2) @ dy_heads  # (B, c, H, Q, P)
     dscores = dy_heads @ _head_major(piece.x, piece.dt).transpose(-1, -2)
-    dproducts, ddA = piece.scores_backward(products, dscores)  # ddA (B, c, H, Q)
+    dCB, ddA = piece.scores_backward(CB, dscores)  # ddA (B, c, H, Q)
 
-    # With the states on either side of it.
-    dx, read, sent, kept = piece.meet(dX, piece.B @ dstates, dy, piece.C @ piece.states)
-    dC = dproducts @ piece.B + dy_entered @ piece.states.transpose(-1, -2)  # (B, c, G, Q, N)
-    dB = dproducts.transpose(-1, -2) @ piece.C + piece.leaving @ dstates.transpose(-1, -2)
+    # With the states before and after it.
+    dx, y_dy, x_dx_state, x_dx = piece.dx_and_sums(dX, piece.B @ dstates, dy, piece.C @ piece.states)
+    dC = dCB @ piece.B + dy_from_start @ piece.states.transpose(-1, -2)  # (B, c, G, Q, N)
+    dB = dCB.transpose(-1, -2) @ piece.C + piece.X_to_end @ dstates.transpose(-1, -2)
 
     # dt A of token k also decays what goes from the state that enters to i >= k, from j < k to the state that leaves,
-    # and from state to state.
+    # and from the one state to the other.
     earlier = torch.ones(piece.chunk, piece.chunk, dtype=dy.dtype).tril_(-1)  # (k, j): j < k
-    passing = (piece.states * dstates).sum(3).unflatten(3, (piece.heads_per_group, -1)).sum(-1).flatten(2)  # (B, c, H)
-    ddA = ddA.transpose(2, 3) + (passing * piece.through)[:, :, None]  # (B, c, Q, H)
-    ddA += (1 - earlier) @ (read * piece.from_start) + earlier @ (piece.dt * sent)
-    ddt = ddA * A + kept
+    by_channel = (piece.states * dstates).sum(3)  # (B, c, G, hP)
+    state_dstate = by_channel.unflatten(3, (piece.heads_per_group, -1)).sum(-1).flatten(2)  # (B, c, H)
+    ddA = ddA.transpose(2, 3) + (state_dstate * piece.chunk_decay)[:, :, None]  # (B, c, Q, H)
+    ddA += (1 - earlier) @ (y_dy * piece.from_start) + earlier @ (piece.dt * x_dx_state)
+    ddt = ddA * A + x_dx
     return (
         piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)),
         piece.whole(dB.transpose(2, 3)), piece.whole(dC.transpose(2, 3)), dstate,

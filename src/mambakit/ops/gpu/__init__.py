@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs: Triton for what moves rows, CUDA C++ compiled at first use where registers matter."""
+"""Kernels for GPUs: in Triton, and, where the use of registers decides, in CUDA C++, compiled at first use."""
 
 from __future__ import annotations
 

@@ -11,18 +11,10 @@ from torch import Tensor
 from .device import processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
-WIDEST = 16  # taps
 THREADS = 128
 CHANNELS, STEPS = 4, 4  # of a thread: channels, and steps it reads at once
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a processor holds
-LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps that a thread walks
-
-
-def unfit(weight: Tensor) -> str | None:
-    """Why the kernels do not serve this width; None where they do."""
-    if weight.shape[1] > WIDEST:
-        return f"its kernel has at most {WIDEST} taps, and weight has {weight.shape[1]}"
-    return None
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a multiprocessor holds at once
+LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps of a thread
 
 
 def forward(
@@ -34,7 +26,7 @@ def forward(
     x = rows(x, x.dtype)
     state = initial_state.to(x.dtype).contiguous() if initial_state is not None else None
     y, final_state = x.new_empty(batch, length, channels), x.new_empty(batch, width - 1, channels)
-    v = _together((x, state), channels)
+    v = _vector_width((x, state), channels)
     chunk_length = _chunk_length(x, v, FORWARD_BLOCKS, LONGEST_FORWARD)
     inputs, _held = _inputs(x, weight, bias, doc_ids, state, chunk_length)
     blocks = math.ceil(batch * math.ceil(length / chunk_length) * (channels // v) / THREADS)
@@ -56,7 +48,7 @@ def backward(
     more_dy = rows(more_dy, x.dtype) if more_dy is not None else None
     state, dfinal = (t.to(x.dtype).contiguous() if t is not None else None for t in (initial_state, dfinal_state))
     dx = x.new_empty(batch, length, channels) if dx is None else dx
-    v = _together((x, state, dy, more_dy, dfinal, dx), channels)
+    v = _vector_width((x, state, dy, more_dy, dfinal, dx), channels)
     chunk_length = _chunk_length(x, v, BACKWARD_BLOCKS, LONGEST_BACKWARD)
     chunks = math.ceil(length / chunk_length)
     dinitial = x.new_empty(batch, width - 1, channels) if initial_state is not None else None
@@ -72,8 +64,8 @@ def backward(
     return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
 
 
-def _together(tensors: tuple[Tensor | None, ...], channels: int) -> int:
-    """How many channels of these tensors are moved as one word: CHANNELS, or 1 where they are not aligned for it."""
+def _vector_width(tensors: tuple[Tensor | None, ...], channels: int) -> int:
+    """Channels that are read and written as one word: CHANNELS, or 1 where a tensor is not aligned for that."""
     for tensor in tensors:
         if tensor is not None:
             steps = [stride for stride in tensor.stride()[:2] if stride % CHANNELS]
@@ -83,7 +75,7 @@ def _together(tensors: tuple[Tensor | None, ...], channels: int) -> int:
 
 
 def _chunk_length(x: Tensor, v: int, blocks_held: int, longest: int) -> int:
-    """Steps that a thread walks: at most `longest`, and so that the last round of blocks fills the GPU too."""
+    """Steps of a thread: at most `longest`, and such that the last round of blocks also fills the GPU."""
     batch, length, channels = x.shape
     at_once = blocks_held * processors(x.device) * THREADS  # threads
     threads = batch * (channels // v)
@@ -95,7 +87,7 @@ def _chunk_length(x: Tensor, v: int, blocks_held: int, longest: int) -> int:
 def _inputs(
     x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, state: Tensor | None, chunk_length: int
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
-    """The struct Inputs, and what its addresses point into."""
+    """The struct Inputs, and the tensors that its addresses point to."""
     weight = weight.float().contiguous()
     bias = bias.float().contiguous() if bias is not None else None
     documents = doc_ids.contiguous() if doc_ids is not None else None

@@ -1,8 +1,8 @@
 """Cross entropy of a linear layer's output on a GPU, a block of tokens at a time.
 
 The matrix products are torch's own, in hidden's dtype with fp32 sums inside: logits are rounded to that dtype, as
-plain torch rounds them. One kernel then reads a row of logits, writes its loss, and leaves the logits' own gradient
-where they lay; its sums are fp32. The weight's gradient is added up over the blocks in fp32.
+plain torch rounds them. One kernel then reads a row of logits, writes its loss, and overwrites the logits with their
+gradient; its sums are fp32. The weight's gradient is added up over the blocks in fp32.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def forward(
         for first in range(0, tokens, at_once):
             block = slice(first, first + at_once)
             h, mask = rows[block], None
-            if used is not None:  # zero times NaN is NaN: what is not counted must not reach the products
+            if used is not None:  # zero times NaN is NaN: rows that are not counted must not reach the products
                 mask = used[block]
                 h = torch.where(mask[:, None], h, 0)
             logits = padded[: h.shape[0], :vocab]  # (block, V)
@@ -133,7 +133,7 @@ def _rows_at_once(tokens: int, width: int) -> int:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """total = beta * total + a b, in fp32. With beta = 0, what `total` held is never looked at."""
+    """total = beta * total + a b, in fp32. With beta = 0, `total` is not read."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
     elif _widens(total.device, a.dtype):

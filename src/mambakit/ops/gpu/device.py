@@ -1,4 +1,4 @@
-"""What kernels ask of the GPU they run on."""
+"""Properties of a GPU that kernels depend on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-# GPUs that lend a block 160 KB of shared memory and more, by compute capability; others lend 64 or 99.
+# Compute capabilities with at least 160 KB of shared memory for a block; others have 64 or 99.
 ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 
 
@@ -16,5 +16,5 @@ def is_roomy(device: torch.device) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors share the work; without a GPU, in Triton's interpreter, any number will do."""
+    """The number of multiprocessors. Without a GPU, in Triton's interpreter, any number works."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

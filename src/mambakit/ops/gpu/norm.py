@@ -1,8 +1,8 @@
 """RMS norm on a GPU: every row is read once and written once, forward and backward.
 
 A tile is one group of channels, padded to a power of two, in one row or, where groups are small, in several.
-Forward, each program has one tile. Backward, a fixed number of programs walk the rows and keep their part of the
-weight's gradient in registers; the parts are summed afterwards, so that the same bits come out every time.
+Forward, each program has one tile. Backward, a fixed number of programs go through the rows and keep their part of the
+weight's gradient in registers; the parts are summed afterwards in a fixed order, so the same bits come out every time.
 Arithmetic is fp32. Row numbers are 64 bits wide before they are multiplied by a stride.
 """
 
@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..beside import gradient_beside
 from .device import processors
 
-# What a program holds at least: small groups share a program, so that its threads all have work.
+# The least elements of a program: small groups share one, so that all its threads have work.
 TILE = 2048
 ELEMENTS_OF_A_THREAD = 32
-# Backward, about eight registers an element are alive: so many elements fill a multiprocessor's registers.
+# Backward needs about eight registers an element: so many elements fill a multiprocessor's registers.
 ELEMENTS_AT_ONCE = 8192
 
 
@@ -127,7 +126,7 @@ def forward(
     if tiles > 0:
         with torch.cuda.device_of(x):
             _forward_kernel[(tiles,)](
-                *_rows(x), *_rows(residual), _side_by_side(weight), gates, gate_stride // unit, y, total, rows, eps,
+                *_rows(x), *_rows(residual), _contiguous(weight), gates, gate_stride // unit, y, total, rows, eps,
                 CHANNELS=channels, GROUP=group, GATE_LAST=gate_last, GATE_UNIT=unit,
                 ROWS=tile_rows, COLUMNS=columns, num_warps=warps,
             )  # fmt: skip
@@ -136,13 +135,15 @@ def forward(
 
 def backward(
     total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool,
-    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
+    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, *, dgate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx."""
+    """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
+    that is given, rows of neighbouring channels, is written to."""
     shape, device = total.shape, total.device
     dx = torch.empty(shape, dtype=x_dtype, device=device)
     dresidual = torch.empty(shape, dtype=total.dtype, device=device) if total.dtype != x_dtype else None
-    dgate = gradient_of_gate(gate) if gate is not None else None
+    if gate is not None and dgate is None:
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=device)
     channels, rows = shape[-1], total.numel() // shape[-1]
     tile_rows, columns, warps = _tile(group)
     num_groups = channels // group
@@ -154,7 +155,7 @@ def backward(
     if parts > 0:
         with torch.cuda.device_of(total):
             _backward_kernel[(parts * num_groups,)](
-                *_rows(total), _side_by_side(weight), gates, gate_stride // unit, *_rows(dy), *_rows(dtotal),
+                *_rows(total), _contiguous(weight), gates, gate_stride // unit, *_rows(dy), *_rows(dtotal),
                 dx, dresidual, dgates, dgate_stride // unit, dweight, rows, eps,
                 CHANNELS=channels, GROUP=group, GATE_LAST=gate_last, GATE_UNIT=unit,
                 ROWS=tile_rows, COLUMNS=columns, num_warps=warps,
@@ -162,11 +163,6 @@ def backward(
     if weight is None or dweight is None:
         return dx, dresidual, None, dgate
     return dx, dresidual, dweight.sum(0).to(weight.dtype), dgate
-
-
-def gradient_of_gate(gate: Tensor) -> Tensor:
-    """Memory for it; where the gate is a part of wider rows, in such rows."""
-    return gradient_beside(gate) if gate.dim() == 3 else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
 def _tile(group: int) -> tuple[int, int, int]:
@@ -186,10 +182,9 @@ def _rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _unit(*strides: int) -> int:
-    """What the compiler is told to divide these by: rows of a multiple of 8 are read in whole words, and it knows of 16
-    by itself."""
+    """A divisor of these strides, for the compiler: with 8 it reads rows in whole words; it detects 16 itself."""
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
-def _side_by_side(weight: Tensor | None) -> Tensor | None:
+def _contiguous(weight: Tensor | None) -> Tensor | None:
     return weight.contiguous() if weight is not None else None

@@ -46,7 +46,7 @@ def _library() -> ctypes.CDLL | None:
     for name in _candidates():
         try:
             library = ctypes.CDLL(name)
-            if (folder := Path(name).parent) != Path():  # NVRTC looks for its second half by name alone
+            if (folder := Path(name).parent) != Path():  # NVRTC looks for its second library by name alone
                 for builtins in sorted(folder.glob("libnvrtc-builtins.so.*")):
                     ctypes.CDLL(str(builtins))
             return library
@@ -159,7 +159,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Whole or not at all; that it cannot be kept is no reason to stop."""
+    """Written whole or not at all. An error is ignored: the file is only a cache."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
             file.write(hashlib.sha256(code).digest() + code)
@@ -171,8 +171,8 @@ def _write(path: Path, code: bytes) -> None:
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept; None where no folder of our own can be had.
 
-    MAMBAKIT_CACHE if set; under a cluster's job, whose home is a network file system as often as not, a folder of the
-    node; else the user's cache folder. It holds machine code, so it must be the user's own.
+    MAMBAKIT_CACHE if set; in a cluster's job, where home is often a network file system, a folder of the node; else the
+    user's cache folder. It holds machine code, so only the user may be able to write to it.
     """
     if chosen := os.environ.get("MAMBAKIT_CACHE"):
         return _own_folder(Path(chosen), "kernels")
@@ -186,7 +186,7 @@ def cache_folder() -> Path | None:
 
 
 def keep_triton_s_cache_on_the_node() -> None:
-    """Triton's own cache, too, is raced for by the nodes of a job when it lies on a network file system."""
+    """Nodes of a job that share Triton's cache on a network file system would race for it: give each its own."""
     if is_under_a_job() and "TRITON_CACHE_DIR" not in os.environ:
         folder = _own_folder(_folder_of_the_node(), "triton")
         if folder is not None:
@@ -203,7 +203,7 @@ def _folder_of_the_node() -> Path:
 
 
 def _own_folder(parent: Path, name: str) -> Path | None:
-    """A folder that is the user's own and that no one else may write to; None where there is none to be had."""
+    """A folder that the user owns and no one else can write to; None where there is none."""
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = parent.resolve() / name
@@ -215,8 +215,8 @@ def _own_folder(parent: Path, name: str) -> Path | None:
         others = stat.S_IWOTH | stat.S_IWGRP
         if found.st_uid != os.getuid() or found.st_mode & others or not stat.S_ISDIR(found.st_mode):
             return None
-        # Who may rename the folder could put another in its place: whoever owns the one above, and whoever may write to
-        # it, unless it is sticky.
+        # Whoever can rename the folder can replace it: the owner of its parent, and, unless that is sticky, whoever can
+        # write to it.
         if above.st_uid not in (os.getuid(), 0) or (above.st_mode & others and not above.st_mode & stat.S_ISVTX):
             return None
     return folder if os.access(folder, os.W_OK) else None
@@ -243,7 +243,7 @@ def _context(index: int) -> ctypes.c_void_p:
 
 
 def _enter_context(index: int) -> None:
-    """A thread of autograd may not have touched its GPU yet, and then the driver knows of no context."""
+    """A thread of autograd that has not used its GPU yet has no context."""
     current = ctypes.c_void_p()
     _check_driver(_driver().cuCtxGetCurrent(ctypes.byref(current)))
     if current.value != _context(index).value:
@@ -251,7 +251,7 @@ def _enter_context(index: int) -> None:
 
 
 def why_not_loaded(index: int) -> str | None:
-    """Why the driver does not take what NVRTC compiles for this GPU; None where it does."""
+    """Why the driver does not load what NVRTC compiles for this GPU; None where it does."""
     try:
         with torch.cuda.device(index):
             _enter_context(index)
@@ -297,7 +297,7 @@ class Kernels:
                 self._modules[index] = module
             function = ctypes.c_void_p()
             _check_driver(_driver().cuModuleGetFunction(ctypes.byref(function), self._modules[index], name.encode()))
-            if shared:  # more than 48 KB has to be asked for
+            if shared:  # more than 48 KB must be requested
                 _check_driver(_driver().cuFuncSetAttribute(function, 8, shared))
             self._functions[index, name] = function
             return function
@@ -310,7 +310,7 @@ def kernels(file: str, **constants: int) -> Kernels:
 
 
 def rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor (B, L, D) as kernels read it: channels side by side, steps near enough for an offset of 32 bits."""
+    """A tensor (B, L, D) as kernels read it: channels of stride 1, and a stride of time that fits in 32 bits."""
     tensor = tensor.to(dtype)
     is_plain = tensor.stride(2) == 1 or tensor.shape[2] == 1
     return tensor if is_plain and tensor.stride(1) * tensor.element_size() < 2**31 else tensor.contiguous()

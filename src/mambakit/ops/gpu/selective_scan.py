@@ -1,9 +1,9 @@
 """Selective scan on an NVIDIA GPU: shapes, memory and launches around selective_scan.cu, which holds the kernels.
 
-A warp walks along time for a few channels of a row. Where rows and channels make too few warps for the GPU, time is cut
-into chunks that run side by side: what each chunk leaves behind is computed first, carried from chunk to chunk, and
-then all chunks run once more with the state that enters them. Where blocks are more than the GPU holds at once,
-backward cuts rows too, and each block hands its state to the one that goes on: the relay.
+A warp goes along time for a few channels of a row. Where rows and channels make too few warps for the GPU, time is cut
+into chunks that run in parallel: first each chunk's last state from zero, then the states that enter the chunks, then
+the chunks. Where there are more blocks than the GPU holds at once, backward cuts rows too, and each block passes its
+state on to the block of the chunk before: the relay.
 """
 
 from __future__ import annotations
@@ -16,30 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..beside import gradient_beside
 from .device import is_roomy, processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
-NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; as NC and NS in the source
+NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; NC and NS in the source
 AHEAD, BEHIND = 8, 4  # steps of a tile, forward and backward
-LARGEST_STATE = 64
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a processor should hold at once
-# Below this share of the blocks that all processors hold, time is cut into chunks: what the chunks cost, and no more.
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a multiprocessor should hold at once
+# With fewer blocks than this share of what all multiprocessors hold, chunks of time gain more than they cost.
 FORWARD_FILLED, BACKWARD_FILLED = 0.4, 0.75
-CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256  # chunks: how often they fill all processors, and the fewest steps of one
-RELAYS = 8  # parts of a row that are handed from block to block where blocks do not fill the last round
-
-
-def unfit(A: Tensor) -> str | None:
-    """Why the kernels do not serve these sizes; None where they do."""
-    if A.shape[1] > LARGEST_STATE:
-        return f"its kernel holds at most {LARGEST_STATE} states, and A has {A.shape[1]}"
-    return None
+CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256  # rounds of chunks on all multiprocessors, and the fewest steps of a chunk
+RELAYS = 8  # chunks of a row in the relay
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the work of a warp is laid out in its threads and in shared memory."""
+    """The layout of a warp's work in its threads and in shared memory."""
 
     num_states: int
     keep: int  # steps between the states that forward keeps
@@ -47,7 +38,7 @@ class Layout:
 
     @property
     def lanes(self) -> int:
-        """That share channels; as Q in the source."""
+        """Lanes that share channels; Q in the source."""
         return max(1, 1 << (math.ceil(self.num_states / NUM_STATES) - 1).bit_length())
 
     @property
@@ -60,7 +51,7 @@ class Layout:
 
     @property
     def backward_shared(self) -> int:
-        """Bytes of shared memory of a block; as BlockShared in the source."""
+        """Bytes of shared memory of a block; BlockShared in the source."""
         states = self.keep // BEHIND * NUM_CHANNELS * 32 * NUM_STATES
         padded = self.lanes * NUM_STATES
         per_warp = states + BEHIND * 2 * padded + 6 * BEHIND * self.warp_channels
@@ -105,8 +96,8 @@ class _Call:
         self.blocks = math.ceil(self.channels / self.layout.block_channels)  # for a row
 
     def chunk_length(self, blocks_held: int, filled: float) -> int:
-        """All of time where there are blocks enough for the processors; else a length that makes many more than needed,
-        so that the last ones to end are few."""
+        """The whole length where there are enough blocks for the multiprocessors; else a length that makes many more
+        blocks than that, so that few are left for the last round."""
         blocks, at_once = self.batch * self.blocks, blocks_held * processors(self.device)
         if blocks >= filled * at_once:
             return self.length
@@ -132,7 +123,7 @@ class _Call:
         return torch.empty(self.batch, chunks, self.channels, self.num_states, device=self.device)
 
     def carry(self, states: Tensor, total_dt: Tensor, first: Tensor | None, backwards: bool) -> None:
-        """Turn what each chunk leaves into what enters each chunk."""
+        """Turn the state that each chunk leaves, from zero, into the state that enters it."""
         chunks = states.shape[1]
         arguments = pack(states, total_dt, self.A, first, self.batch, chunks, self.channels, int(backwards))
         blocks = math.ceil(self.batch * self.channels * self.num_states / self.threads)
@@ -140,7 +131,7 @@ class _Call:
 
 
 def _parameter(tensor: Tensor | None) -> Tensor | None:
-    """fp32 and contiguous, at an address that a word of 16 bytes can be read from."""
+    """fp32, contiguous, and aligned to 16 bytes."""
     if tensor is None:
         return None
     tensor = tensor.float().contiguous()
@@ -183,7 +174,7 @@ def backward(
     assert call.dy is not None
     dy, num_states = call.dy, call.num_states
     chunk_length, relayed = call.chunk_length(BACKWARD_BLOCKS, BACKWARD_FILLED), False
-    if call.blocks * call.batch > BACKWARD_BLOCKS * processors(x.device):  # hand rows on, so that no processor idles
+    if call.blocks * call.batch > BACKWARD_BLOCKS * processors(x.device):  # a relay, so that no multiprocessor is idle
         keep = call.layout.keep
         chunk_length, relayed = max(SHORTEST_CHUNK, math.ceil(call.length / RELAYS / keep) * keep), True
     chunks = math.ceil(call.length / chunk_length)
@@ -201,8 +192,7 @@ def backward(
         call.carry(states, total_dt, entering, backwards=True)
         entering = states
     dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
-    as_given = call.z is z
-    dz = None if z is None else gradient_beside(z) if as_given else new(z.shape, dtype=call.io)
+    dz = new(z.shape, dtype=call.io) if z is not None else None
     dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
     parts = new(call.batch * chunks, call.channels, num_states + 2)
     dinitial = new(call.batch, *A.shape) if with_initial else None
