@@ -247,7 +247,10 @@ def test_the_gradient_of_a_split_convolution_is_that_of_its_parts() -> None:
             x, final_state = ops.causal_conv1d(x, weight, bias, initial_state=initial_state)
             again = x
         else:
-            x, again, z, final_state = ops.causal_conv1d_split(xz, weight, bias, initial_state=initial_state)
+            x, again, gate, final_state = ops.causal_conv1d_split(xz, weight, bias, initial_state=initial_state)
+            assert gate.shape == xz.shape
+            rest = {name: value for name, value in scan.items() if name not in ("x", "z")}
+            return ops.selective_scan_split(x, gate=gate, **rest)[0] + again**2, final_state
         return ops.selective_scan(**scan | {"x": x, "z": z})[0] + again**2, final_state
 
     arguments = {"xz": wide, "weight": weight, "bias": bias, "initial_state": state}

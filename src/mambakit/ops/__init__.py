@@ -11,7 +11,7 @@ from .cross_entropy import linear_cross_entropy
 from .dispatch import backend
 from .embedding import embedding
 from .norm import normalized, rms_norm
-from .selective_scan import selective_scan, selective_scan_step
+from .selective_scan import selective_scan, selective_scan_split, selective_scan_step
 from .ssd import ssd, ssd_step
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "normalized",
     "rms_norm",
     "selective_scan",
+    "selective_scan_split",
     "selective_scan_step",
     "ssd",
     "ssd_step",

@@ -46,10 +46,11 @@ def causal_conv1d_split(
     initial_state: Tensor | None = None,
     activation: str | None = "silu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`causal_conv1d` of the first D channels of xz (B, L, E), and the other channels: (y, y again, z, final state).
+    """`causal_conv1d` of the first D channels of xz (B, L, E): (y, y again, gate, final state).
 
-    y is returned twice, as one memory, for two uses: do not write to it. On a GPU, backward then reads the gradients of
-    both uses without a sum before it, and writes the gradient of x into that of xz without a copy.
+    y is returned twice, as one memory, for two uses: do not write to it. `gate` is for `selective_scan_split` alone: it
+    holds the other channels of xz, z, as its last ones. On a GPU it is all of xz, and backward takes its gradient as
+    memory for that of xz, in which it writes the first D channels: no sum of gradients and no copy is made.
     """
     x, z = _split(xz, weight.shape[0])
     silu = check_conv(x, weight, bias, doc_ids, initial_state, activation)
@@ -76,25 +77,24 @@ class _ConvSplit(torch.autograd.Function):
         ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
         silu: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        x, z = _split(xz, weight.shape[0])
+        x, _ = _split(xz, weight.shape[0])
         y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
         ctx.silu = silu
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(xz, weight, bias, doc_ids, initial_state)
-        return y, y.detach(), z, final_state
+        return y, y.detach(), xz.view_as(xz), final_state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, dy: Tensor | None, more_dy: Tensor | None, dz: Tensor | None, dfinal_state: Tensor | None
+        ctx: Any, dy: Tensor | None, more_dy: Tensor | None, dgate: Tensor | None, dfinal_state: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         from .gpu import causal_conv1d as kernels
 
         xz, weight, bias, doc_ids, initial_state = ctx.saved_tensors
         x, _ = _split(xz, weight.shape[0])
-        dxz = torch.empty_like(xz, memory_format=torch.contiguous_format)
-        dx, dz_part = _split(dxz, weight.shape[0])
-        dz_part.zero_() if dz is None else dz_part.copy_(dz)
+        dxz = xz.new_zeros(xz.shape) if dgate is None else dgate.to(xz.dtype).contiguous()
+        dx, _ = _split(dxz, weight.shape[0])
         if dy is None:
             dy, more_dy = more_dy if more_dy is not None else torch.zeros_like(x), None
         grads = kernels.backward(

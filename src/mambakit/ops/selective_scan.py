@@ -40,15 +40,84 @@ def selective_scan(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scan over whole rows: (y (B, L, D) in x's dtype, final state (B, D, N) in fp32)."""
+    _check(x, dt, A, B, C, D, z, dt_bias, doc_ids, initial_state)
+    y, final_state, *_ = dispatch.call(
+        "selective_scan", x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state
+    )
+    return y, final_state
+
+
+def selective_scan_split(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    gate: Tensor,
+    dt_bias: Tensor | None = None,
+    *,
+    doc_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`selective_scan` with z in the last D channels of `gate`, which `causal_conv1d_split` has given.
+
+    On a GPU, backward writes these channels of the gradient of a wider gate, and leaves the others to the convolution.
+    """
+    z = _last_channels(gate, x)
+    is_wide = gate.shape[-1] > x.shape[-1] and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not is_wide or dispatch.pick("selective_scan", x, dt, A) != "cuda":
+        return selective_scan(x, dt, A, B, C, D, z, dt_bias, doc_ids=doc_ids, initial_state=initial_state)
+    _check(x, dt, A, B, C, D, z, dt_bias, doc_ids, initial_state)
+    outputs: tuple[Tensor, Tensor] = _ScanSplit.apply(  # type: ignore[no-untyped-call]
+        x, dt, A, B, C, D, gate, dt_bias, doc_ids, initial_state
+    )
+    return outputs
+
+
+def _last_channels(gate: Tensor, x: Tensor) -> Tensor:
+    return gate[..., gate.shape[-1] - x.shape[-1] :]
+
+
+class _ScanSplit(torch.autograd.Function):
+    """`selective_scan_split` on a GPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, gate: Tensor,
+        dt_bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        z = _last_channels(gate, x)
+        y, final_state, kept = _scan(x, dt, A, B, C, D, z, dt_bias, True, doc_ids, initial_state)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, dt, A, B, C, D, gate, dt_bias, doc_ids, initial_state, kept)
+        return y, final_state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        from .gpu import selective_scan as kernels
+
+        x, dt, A, B, C, D, gate, dt_bias, doc_ids, initial_state, kept = ctx.saved_tensors
+        dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        grads = kernels.backward(
+            (x, dt, A, B, C, D, _last_channels(gate, x), dt_bias, True, doc_ids), initial_state is not None, kept,
+            dy if dy is not None else torch.zeros_like(x), dfinal_state, dz=_last_channels(dgate, x),
+        )  # fmt: skip
+        inputs = [x, dt, A, B, C, D, None, dt_bias, initial_state]
+        dx, ddt, dA, dB, dC, dD, _, dbias, dinitial = only_given(gradients(grads, inputs), inputs)
+        return dx, ddt, dA, dB, dC, dD, dgate, dbias, None, dinitial
+
+
+def _check(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> None:  # fmt: skip
     sizes = Sizes("selective_scan")("x", x, "B L D")("dt", dt, "B L D")("A", A, "D N")("B", B, "B L N")
     sizes("C", C, "B L N")("D", D, "D")("z", z, "B L D")("dt_bias", dt_bias, "D")
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B D N")
     sizes.at_least_one("B", "L", "D", "N")
     check_documents("selective_scan", doc_ids)
-    y, final_state, *_ = dispatch.call(
-        "selective_scan", x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state
-    )
-    return y, final_state
 
 
 def selective_scan_step(

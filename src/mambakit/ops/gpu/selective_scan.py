@@ -165,9 +165,11 @@ def forward(
 
 
 def backward(
-    inputs_of_forward: tuple[Any, ...], with_initial: bool, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; given what forward was, but for the last."""
+    inputs_of_forward: tuple[Any, ...], with_initial: bool, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
+    dz: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; given what forward was, but for the last. The
+    gradient of z is written into `dz`, where that is given."""
     x, _, A, B, C, _, z, *_ = inputs_of_forward
     everything: tuple[Any, ...] = (*inputs_of_forward, dy)
     call = _Call(*everything)
@@ -192,7 +194,10 @@ def backward(
         call.carry(states, total_dt, entering, backwards=True)
         entering = states
     dx, ddt = new(x.shape, dtype=call.io), new(x.shape, dtype=call.io)
-    dz = new(z.shape, dtype=call.io) if z is not None else None
+    given = dz
+    as_z = None if z is None else (z.dtype, z.stride())  # the kernel writes dz as it reads z
+    if z is not None and (dz is None or call.z is not z or (dz.dtype, dz.stride()) != as_z):
+        dz = new(z.shape, dtype=call.io)
     dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
     parts = new(call.batch * chunks, call.channels, num_states + 2)
     dinitial = new(call.batch, *A.shape) if with_initial else None
@@ -211,4 +216,6 @@ def backward(
     dA, dD, dbias = (
         part.clone() for part in (dparameters[:, :-2], dparameters[:, -2], dparameters[:, -1])
     )  # outputs of an operator share no memory
+    if given is not None and dz is not None and dz is not given:
+        dz = given.copy_(dz)
     return dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial
