@@ -11,13 +11,17 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -path 
 
 LONG := tests/training tests/data/test_readers_encodings.py tests/data/test_isolated.py tests/data/test_tasks.py
 
+# Test files side by side, one to a process, each with one thread.
+JOBS ?= 2
+SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
+
 .PHONY: test test-long demo lint bench clean
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(LONG))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG))
 
 test-long: $(VENV)/.installed
-	$(BIN)/python -m pytest $(LONG)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
