@@ -78,8 +78,8 @@ HOMES = {  # of libraries: the only places that import them
     "tyro": {"cli.py"},
     "yaml": {"config"},
     "rich": {"cli.py", "progress.py", "training/display.py"},
-    "transformers": {"evaluation.py"},
-    "huggingface_hub": {"evaluation.py", "data/datasets.py"},
+    "transformers": {"evaluation/baselines.py"},
+    "huggingface_hub": {"evaluation/baselines.py", "data/datasets.py"},
     "mamba_ssm": {"bench/peers.py"},
     "causal_conv1d": {"bench/peers.py"},
 }
