@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, Field, model_validator
 
-from ..presets import MODELS
+from .. import presets
 from .base import Settings, by_name
 from .mixers import MIXERS, Mamba1Dims, Mamba2Dims
 
@@ -59,7 +59,7 @@ class ModelConfig(Settings):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> ModelConfig:
         """A published or house size by name, such as "mamba-130m", with settings changed by keyword."""
-        return cls(**{**by_name("model preset", name, MODELS), **changes})
+        return cls(**{**by_name("model preset", name, presets.MODELS), **changes})
 
     @model_validator(mode="before")
     @classmethod

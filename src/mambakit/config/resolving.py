@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..presets import MODELS, RECIPES
+from .. import presets
 from .base import ConfigError, Settings, by_name, unknown_setting
 from .model import UNKNOWN_VOCABULARY
 from .sections import SECTIONS, RunConfig, TrainConfig, problems_between
@@ -74,15 +74,17 @@ def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str,
     try:
         if preset is not None:
             known = {
-                name: value for name, value in by_name("model preset", preset, MODELS).items() if name != "vocab_size"
+                name: value
+                for name, value in by_name("model preset", preset, presets.MODELS).items()
+                if name != "vocab_size"
             }
             values["model"] = {**known, **model}
     except ConfigError as error:
         problems += error.problems
-        values["model"] = {**MODELS["small"], **model}
+        values["model"] = {**presets.MODELS["small"], **model}
     try:
         if recipe is not None:
-            values = merge(by_name("recipe", recipe, RECIPES), values)
+            values = merge(by_name("recipe", recipe, presets.RECIPES), values)
     except ConfigError as error:
         problems += error.problems
     return values
