@@ -2,129 +2,41 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import io
 import itertools
-import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from tyro.conf import Positional, UseAppendAction, arg
 
-from . import __version__
-from .config import SECTIONS, ConfigError, PrepareConfig, read_config, read_yaml, write_yaml
-from .files import RunError, UserError, is_full, path_of
-from .presets import MODELS
-from .progress import for_stdout, say
-
-
-def _flags() -> Any:
-    """A type with a flag --section.field for every setting; those that are not given are not in it."""
-    sections = {}
-    for section, settings in SECTIONS.items():
-        by_preset = {name for preset in MODELS.values() for name in preset} if section == "model" else set()
-        flags = {name: _flag(field, name in by_preset) for name, field in settings.model_fields.items()}
-        if section == "model":
-            flags["preset"] = Annotated[str, arg(metavar="NAME", help="a model by name; the same as --model NAME")]
-        sections[section] = TypedDict(f"{section.capitalize()}Flags", flags, total=False)  # type: ignore[operator]
-    return TypedDict("SettingsFlags", sections, total=False)  # type: ignore[operator]
-
-
-def _prepare_flags() -> Any:
-    """A type with a flag --field for every option of prepare; those that are not given are not in it."""
-    flags = {
-        name: _flag(field, is_switch=field.annotation is bool) for name, field in PrepareConfig.model_fields.items()
-    }
-    return TypedDict("PrepareFlags", flags, total=False)  # type: ignore[operator]
-
-
-def _flag(field: FieldInfo, by_preset: bool = False, is_switch: bool = False) -> Any:
-    """A flag whose value is text here: the config reads it as YAML and checks it together with all the others. A switch
-    has no value."""
-    several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
-    kind = bool if is_switch else tuple[str, ...] if several else str
-    return Annotated[kind, _described(field, by_preset, None if is_switch else _metavar(field.annotation))]
-
-
-def _described(field: FieldInfo, by_preset: bool, metavar: str | None) -> Any:
-    hint = "the preset's" if by_preset or field.default is PydanticUndefined else _plain(field.default)
-    return arg(metavar=metavar, help=field.description or "", help_behavior_hint=f"(default: {hint})")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(str(part) for part in value) or "none"
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _metavar(annotation: Any) -> str:
-    parts = (annotation, *get_args(annotation))
-    if choices := [part for part in parts if get_origin(part) is Literal]:
-        return "{" + ",".join(get_args(choices[0])) + "}"
-    names = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
-    inner = [names[part] for part in parts if part in names]
-    return inner[0] if inner else "VALUE"
-
-
-def _flat(words: Words) -> list[str]:
-    return [word for several in words for word in several]
-
-
-def _settings(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What was typed, as settings."""
-    return {section: _section(values, SECTIONS[section].model_fields) for section, values in flags.items() if values}
-
-
-def _section(flags: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """What was typed, as settings of one section."""
-    given: dict[str, Any] = {}
-    for name, value in flags.items():
-        annotation = fields[name].annotation if name in fields else str  # model.preset is no field
-        given[name] = list(value) if isinstance(value, tuple) else _value(value, annotation)
-    return given
-
-
-def _value(text: str | bool, annotation: Any) -> Any:
-    """What a flag's text means: itself for settings that are text, else as in a config file."""
-    if isinstance(text, bool):  # a switch
-        return text
-    parts = get_args(annotation) if get_origin(annotation) is not Literal else ()
-    if annotation is str or str in parts:
-        return None if text == "null" and type(None) in parts else text
-    try:
-        return read_yaml(text)
-    except ValueError:
-        return text
-
+from ..config import ConfigError, PrepareConfig, read_config, write_yaml
+from ..files import UserError, path_of
+from ..progress import say
+from .flags import (
+    Device,
+    Json,
+    PrepareFlags,
+    Separator,
+    SettingsFlags,
+    TextColumn,
+    Words,
+    flat,
+    typed_section,
+    typed_settings,
+)
+from .output import print_json, print_line, write
 
 if TYPE_CHECKING:
-    from .bench import ReportPart
-    from .data.shards import Index
-    from .evaluation import Evaluation
-
-    SettingsFlags = Mapping[str, Mapping[str, Any]]
-    PrepareFlags = Mapping[str, Any]
-else:
-    SettingsFlags = _flags()
-    PrepareFlags = _prepare_flags()
-# Words that may follow one another, and may follow the flag given again.
-Words = tuple[tuple[str, ...], ...]
-Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
-TextColumn = Annotated[str | None, _described(PrepareConfig.model_fields["text_column"], False, "TEXT")]
-Separator = Annotated[str | None, _described(PrepareConfig.model_fields["separator"], False, "TEXT")]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
+    from ..bench import ReportPart
+    from ..data.shards import Index
+    from ..evaluation import Evaluation
 
 
 def prepare(
-    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents, and datasets (hf:NAME)")],
+    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents, and datasets (hf:NAME)", help_behavior_hint="")],
     /,
     out: Annotated[str, arg(metavar="DIR", help="the folder of shards to make")],
     options: Annotated[PrepareFlags, arg(name="")] = {"strict": False},  # noqa: B006 - never changed
@@ -144,12 +56,12 @@ def prepare(
       mambakit prepare book.txt letters/ --out shards --tokenizer bytes
       mambakit prepare wiki.jsonl.xz --out shards --text-column '{title}\\n\\n{text}' --tokenizer train:16384
     """
-    from .data.prepare import prepare as run
-    from .data.prepare import prepare_part
+    from ..data.prepare import prepare as run
+    from ..data.prepare import prepare_part
 
     if not out:
         raise UserError("--out is empty; name the folder of shards to make")
-    given = _section(options, PrepareConfig.model_fields)
+    given = typed_section(options, PrepareConfig.model_fields)
     config = PrepareConfig(**{**given, "text_column": _with_newlines(given.get("text_column"))})
     if task is not None:
         part, parts = _part(task)
@@ -157,19 +69,19 @@ def prepare(
         say(f"part {part} of {parts} is done")
         return 0
     if sbatch is not None:
-        from .data.cluster import slurm_script
+        from ..data.cluster import slurm_script
 
         script = Path(f"{out}.sbatch.sh")
         script.write_bytes(os.fsencode(slurm_script(source, Path(out), config, sbatch)))
-        _print(f"bash {script}")
+        print_line(f"bash {script}")
         return 0
     if ray is not None:
-        from .data.cluster import on_ray
+        from ..data.cluster import on_ray
 
         on_ray(ray, source, Path(out), config)
     index = run(source, out, **config.model_dump())
     if json:
-        _print_json({"out": out, **index.model_dump()})
+        print_json({"out": out, **index.model_dump()})
     else:
         _print_index(index, out)
     return 0
@@ -178,12 +90,12 @@ def prepare(
 def _print_index(index: Index, out: str) -> None:
     for split, counts in index.counts.items():
         ratio = f", {counts.bytes / counts.tokens:.2f} bytes per token" if counts.tokens else ""
-        _print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens{ratio}")
+        print_line(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens{ratio}")
     if whole := sum(counts.bytes for counts in index.counts.values()):
         held = index.counts["val"].bytes
         by = sorted({source["held_out_by"] for source in index.sources.values()})
-        _print(f"held out for validation: {held:,} bytes of text, {held / whole:.1%}, by {' and '.join(by)}")
-    _print(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
+        print_line(f"held out for validation: {held:,} bytes of text, {held / whole:.1%}, by {' and '.join(by)}")
+    print_line(f"{index.vocab_size:,} token ids, layout {index.layout}; written to {out}")
     say(f"train on it with\n  mambakit train --data {shlex.quote(str(out))}")
 
 
@@ -229,7 +141,7 @@ def train(
     # A flag that takes several words takes the config too, if that comes last.
     if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
         config, resume = Path(resume[-1]), resume[:-1]
-    sources = _flat(data)
+    sources = flat(data)
     if len(sources) > 1 and config is None and Path(sources[-1]).suffix in (".yaml", ".yml"):
         config = Path(sources.pop())
     file = read_config(path_of(config)) if config is not None else {}
@@ -241,12 +153,12 @@ def train(
     layers: list[Mapping[str, Any]] = [
         file,
         {key: value for key, value in named.items() if value is not None},
-        _settings(settings),
+        typed_settings(settings),
     ]
     if resume is not None and (len(resume) > 1 or "" in resume):
         raise ConfigError(f"--resume takes one checkpoint, not {len(resume)}: {' '.join(resume)!r}")
-    from .training.run import resolved, train_layers
-    from .training.stopping import STOPPED_AFTER_SAVING
+    from ..training.run import resolved, train_layers
+    from ..training.stopping import STOPPED_AFTER_SAVING
 
     if write_config is not None:
         if resume is not None:
@@ -263,7 +175,7 @@ def train(
         layers, out=out, resume=(resume or [True])[0] if resume is not None else False, init_from=init_from
     )
     if json:
-        _print_json({
+        print_json({
             "run": str(result.folder), "step": result.step, "total_steps": result.total_steps,
             "best_loss": result.best_loss, "stopped_by": result.stopped_by, "checkpoint": str(result.checkpoint),
         })  # fmt: skip
@@ -298,15 +210,15 @@ def evaluate(
       mambakit evaluate run --data shards --baseline gzip --samples 2
       mambakit evaluate run --data letters/ --window 512 --json
     """
-    from .evaluation import evaluate as run
+    from ..evaluation import evaluate as run
 
     found = run(
-        checkpoint, _flat(data), split=split, window=window, baselines=_flat(baseline), samples=samples,
+        checkpoint, flat(data), split=split, window=window, baselines=flat(baseline), samples=samples,
         max_tokens=max_tokens, batch_rows=batch_rows, text_column=_with_newlines(text_column), separator=separator,
         device=device,
     )  # fmt: skip
     if json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         _print_evaluation(found)
     return 0
@@ -317,7 +229,7 @@ def _print_evaluation(found: Evaluation) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .progress import bold, for_stdout, has_styles, rule
+    from ..progress import bold, for_stdout, has_styles, rule
 
     table = Table("model", "context", "loss", "perplexity", "per word", "bits per byte", "documents", "bytes")
     for result in found.results:
@@ -332,8 +244,8 @@ def _print_evaluation(found: Evaluation) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     mark = "" if has_styles() else "|"  # where the prompt ends
     for number, sample in enumerate(found.samples, 1):
-        _write(f"\n{rule(f'sample {number} of {len(found.samples)}')}\n")
-        _write(f"{bold(sample['prompt'])}{mark}{for_stdout(sample['text'])}\n")
+        write(f"\n{rule(f'sample {number} of {len(found.samples)}')}\n")
+        write(f"{bold(sample['prompt'])}{mark}{for_stdout(sample['text'])}\n")
 
 
 def generate(
@@ -359,11 +271,11 @@ def generate(
       mambakit generate run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stream
       mambakit generate run --prompt "Dear" "Yours" --max-new-tokens 20 --stop "." --json
     """
-    from .device import choose_device
-    from .loaded import load
-    from .progress import bold, for_stdout, rule
+    from ..device import choose_device
+    from ..loaded import load
+    from ..progress import bold, for_stdout, rule
 
-    prompts = _flat(prompt)
+    prompts = flat(prompt)
     if not prompts:
         raise ConfigError("there is nothing to go on from; give a text with --prompt")
     if stream and (json or len(prompts) > 1):
@@ -372,7 +284,7 @@ def generate(
     loaded.model.to(choose_device(device))
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "stop_strings": _flat(stop), "seed": seed,
+        "repetition_penalty": repetition_penalty, "stop_strings": flat(stop), "seed": seed,
     }  # fmt: skip
     if stream:
         pieces = loaded.stream(prompts[0], **options)
@@ -381,16 +293,16 @@ def generate(
         for piece in itertools.chain([first], pieces):
             sys.stdout.write(for_stdout(piece))
             sys.stdout.flush()
-        _print("")
+        print_line("")
         return 0
     texts = loaded.generate(prompts, **options)
     if json:
-        _print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompts, texts, strict=True)]})
+        print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompts, texts, strict=True)]})
         return 0
     whole = [bold(p) + for_stdout(text) for p, text in zip(prompts, texts, strict=True)]
     if sys.stdout.isatty() and len(whole) > 1:
         whole = [f"{rule(f'{number} of {len(whole)}')}\n{text}" for number, text in enumerate(whole, 1)]
-    _write("\n\n".join(whole) + "\n")
+    write("\n\n".join(whole) + "\n")
     return 0
 
 
@@ -407,10 +319,10 @@ def convert(
       mambakit convert run model --to state-spaces
       mambakit convert model again --to native
     """
-    from .checkpoint import convert as run
+    from ..checkpoint import convert as run
 
     run(source, target, to)
-    _print(f"written to {target}")
+    print_line(f"written to {target}")
     return 0
 
 
@@ -425,10 +337,10 @@ def report(
       mambakit report run
       mambakit report run tuned --out both.html
     """
-    from .progress import for_stdout
-    from .reporting import report as draw
+    from ..progress import for_stdout
+    from ..reporting import report as draw
 
-    _print(for_stdout(f"written to {draw(run, out)}"))
+    print_line(for_stdout(f"written to {draw(run, out)}"))
     return 0
 
 
@@ -447,7 +359,7 @@ def verify(
       mambakit verify shards
       mambakit verify run run/checkpoints/step_00000100 --json
     """
-    from .verify import verify as run
+    from ..verify import verify as run
 
     if not path:
         raise ConfigError("there is nothing to verify; name shard folders, checkpoints, runs or model folders")
@@ -458,12 +370,14 @@ def verify(
         except UserError as error:  # the others are looked at all the same
             problems[str(folder)] = [str(error)]
     if json:
-        _print_json(problems)
+        print_json(problems)
     else:
         for name, found in problems.items():
-            _print(f"{name}: {'good' if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}")
+            print_line(
+                f"{name}: {'good' if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}"
+            )
             for problem in found:
-                _print(f"  {problem}")
+                print_line(f"  {problem}")
     return 2 if any(problems.values()) else 0
 
 
@@ -489,7 +403,7 @@ def bench_ops(
       mambakit bench ops selective_scan ssd --shape B2,L256 --shape B1,L1024 --documents 4 --seconds 0.1
       mambakit bench ops causal_conv1d --shape B2,L512,D64,W4 --dtype bf16 --seconds 0.1 --json
     """
-    from .bench import measure_ops
+    from ..bench import measure_ops
 
     return _print_parts(
         measure_ops(name, shapes=shape, device=device, dtype=dtype, documents=documents, seconds=seconds), json
@@ -521,7 +435,7 @@ def bench_train(
       mambakit bench train --model tiny --steps 2
       mambakit bench train --model mamba-130m,mamba2-130m --length 128 --steps 2 --documents 4 --peers
     """
-    from .bench import measure_training
+    from ..bench import measure_training
 
     names = [name.strip() for text in model for name in text.split(",")]
     return _print_parts(
@@ -536,143 +450,11 @@ def bench_train(
 def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:
     """Each part of a report as it comes, or all of them together as JSON."""
     if as_json:
-        from .bench import collect
+        from ..bench import collect
 
-        _print_json(collect(parts))
+        print_json(collect(parts))
     else:
         for part in parts:
             if part.text:
-                _print(part.text)
+                print_line(part.text)
     return 0
-
-
-# By what a person types: of one word, or of two.
-COMMANDS: dict[str, Callable[..., int]] = {
-    command.__name__.replace("_", " "): command
-    for command in (prepare, train, evaluate, generate, convert, report, verify, bench_ops, bench_train)
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. 0: done; 2: a mistake of the person's, told in one message; 75: stopped after saving; 1: a fault."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:  # a person has closed it
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # text that the terminal has no letters for is no reason to fail
-            stream.reconfigure(errors="replace")
-    if arguments == ["--version"]:
-        _print(f"mambakit {__version__}")
-        return 0
-    group = _group(arguments)
-    asked = arguments[1:] if group else arguments
-    if not asked or asked[0] in ("-h", "--help"):
-        _print(_overview(group))
-        return 0 if asked else 2
-    try:
-        name, rest = _find_command(arguments)
-        _check_given(name, rest)
-        command = COMMANDS[name]
-        status: int = tyro.cli(
-            command,
-            args=rest,
-            prog=f"mambakit {name}",
-            description=inspect.getdoc(command),
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-        return status
-    except UserError as error:
-        say(f"mambakit: {error}")
-        return 2
-    except RunError as error:
-        say(f"mambakit: {error}")
-        return 1
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        kept = "; what is done is kept, and the same command goes on from there" if arguments[0] == "prepare" else ""
-        say(f"mambakit: interrupted{kept}")
-        return 130
-    except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        say(f"mambakit: {error.filename}: {error.strerror}")
-        return 2
-    except OSError as error:
-        place = f" ({error.filename})" if error.filename is not None else ""
-        mend = "make space" if is_full(error) else "see to the disk"
-        again = "with --resume; what was saved before is whole" if arguments[0] == "train" else "again"
-        say(f"mambakit: {error.strerror or error}{place}; {mend}, and run the command {again}")
-        return 1
-
-
-# What takes a path or a name, which is never empty: an unset variable of a shell would mean the current folder.
-NAMED = (
-    "--out",
-    "--data",
-    "--init-from",
-    "--resume",
-    "--write-config",
-    "--baseline",
-    "--model",
-    "--recipe",
-    "--tokenizer",
-)
-
-
-def _check_given(name: str, words: Sequence[str]) -> None:
-    for number, word in enumerate(words):
-        before = words[number - 1] if number else ""
-        is_path = number == 0 or (number == 1 and name == "convert") or before in NAMED
-        if word == "" and is_path:
-            raise UserError(f"{before if before in NAMED else 'an argument'} is empty; give a name")
-
-
-def _group(arguments: list[str]) -> str:
-    """The first word and a space, where it is the first of two that make a command; else nothing."""
-    first = f"{arguments[0]} " if arguments else ""
-    return first if first in {f"{name.split()[0]} " for name in COMMANDS if " " in name} else ""
-
-
-def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """The name of the command, and what follows it."""
-    for num_words in (2, 1):
-        name = " ".join(arguments[:num_words])
-        if name in COMMANDS:
-            return name, arguments[num_words:]
-    typed = " ".join(arguments[: 2 if _group(arguments) else 1])
-    near = difflib.get_close_matches(typed, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-    raise UserError(f"there is no command {typed!r}; {hint}")
-
-
-def _overview(group: str = "") -> str:
-    """What there is: all commands, or those that begin with a word."""
-    lines = [
-        f"  {name:<13}{(inspect.getdoc(command) or '').splitlines()[0]}"
-        for name, command in COMMANDS.items()
-        if name.startswith(group)
-    ]
-    return "\n".join([
-        f"usage: mambakit {group}COMMAND [OPTIONS]", "",
-        *([] if group else ["Train Mamba language models: text in, a trained, tested, shareable model out.", ""]),
-        *lines, "",
-        f"mambakit {group}COMMAND --help explains a command, with examples; mambakit --version says which this is.",
-    ])  # fmt: skip
-
-
-def _print(text: str) -> None:
-    """Print a result; names in it are shown by a terminal, not obeyed."""
-    _write(for_stdout(text) + "\n")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    _print(json.dumps(value, indent=2))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Flags for settings, made of the fields that config declares; and what was typed, as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from tyro.conf import arg
+
+from ..config import SECTIONS, PrepareConfig, read_yaml
+from ..presets import MODELS
+
+
+def _flags() -> Any:
+    """A type with a flag --section.field for every setting; those that are not given are not in it."""
+    sections = {}
+    for section, settings in SECTIONS.items():
+        by_preset = {name for preset in MODELS.values() for name in preset} if section == "model" else set()
+        flags = {name: _flag(field, name in by_preset) for name, field in settings.model_fields.items()}
+        if section == "model":
+            flags["preset"] = Annotated[str, arg(metavar="NAME", help="a model by name; the same as --model NAME")]
+        sections[section] = TypedDict(f"{section.capitalize()}Flags", flags, total=False)  # type: ignore[operator]
+    return TypedDict("SettingsFlags", sections, total=False)  # type: ignore[operator]
+
+
+def _prepare_flags() -> Any:
+    """A type with a flag --field for every option of prepare; those that are not given are not in it."""
+    flags = {
+        name: _flag(field, is_switch=field.annotation is bool) for name, field in PrepareConfig.model_fields.items()
+    }
+    return TypedDict("PrepareFlags", flags, total=False)  # type: ignore[operator]
+
+
+def _flag(field: FieldInfo, by_preset: bool = False, is_switch: bool = False) -> Any:
+    """A flag whose value is text here: the config reads it as YAML and checks it together with all the others. A switch
+    has no value."""
+    several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
+    kind = bool if is_switch else tuple[str, ...] if several else str
+    return Annotated[kind, _described(field, by_preset, None if is_switch else _metavar(field.annotation))]
+
+
+def _described(field: FieldInfo, by_preset: bool, metavar: str | None) -> Any:
+    hint = "the preset's" if by_preset or field.default is PydanticUndefined else _plain(field.default)
+    return arg(metavar=metavar, help=field.description or "", help_behavior_hint=f"(default: {hint})")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(str(part) for part in value) or "none"
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _metavar(annotation: Any) -> str:
+    parts = (annotation, *get_args(annotation))
+    if choices := [part for part in parts if get_origin(part) is Literal]:
+        return "{" + ",".join(get_args(choices[0])) + "}"
+    names = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
+    inner = [names[part] for part in parts if part in names]
+    return inner[0] if inner else "VALUE"
+
+
+def flat(words: Words) -> list[str]:
+    return [word for several in words for word in several]
+
+
+def typed_settings(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What was typed, as settings."""
+    return {
+        section: typed_section(values, SECTIONS[section].model_fields) for section, values in flags.items() if values
+    }
+
+
+def typed_section(flags: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """What was typed, as settings of one section."""
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        annotation = fields[name].annotation if name in fields else str  # model.preset is no field
+        given[name] = list(value) if isinstance(value, tuple) else _value(value, annotation)
+    return given
+
+
+def _value(text: str | bool, annotation: Any) -> Any:
+    """What a flag's text means: itself for settings that are text, else as in a config file."""
+    if isinstance(text, bool):  # a switch
+        return text
+    parts = get_args(annotation) if get_origin(annotation) is not Literal else ()
+    if annotation is str or str in parts:
+        return None if text == "null" and type(None) in parts else text
+    try:
+        return read_yaml(text)
+    except ValueError:
+        return text
+
+
+if TYPE_CHECKING:
+    SettingsFlags = Mapping[str, Mapping[str, Any]]
+    PrepareFlags = Mapping[str, Any]
+else:
+    SettingsFlags = _flags()
+    PrepareFlags = _prepare_flags()
+# Words that may follow one another, and may follow the flag given again.
+Words = tuple[tuple[str, ...], ...]
+Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
+TextColumn = Annotated[str | None, _described(PrepareConfig.model_fields["text_column"], False, "TEXT")]
+Separator = Annotated[str | None, _described(PrepareConfig.model_fields["separator"], False, "TEXT")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
