@@ -238,3 +238,9 @@ def test_a_model_by_name_takes_the_whole_place_of_the_one_before() -> None:
 def test_a_section_without_settings_changes_nothing() -> None:
     config = resolve({"train": {"steps": 10}, "model": "mamba-130m"}, {"train": None, "model": None, "optim": None})
     assert (config.train.steps, config.model.d_model) == (10, 768)
+
+
+@pytest.mark.parametrize("data", [{"mix": [0]}, {"mix": [1], "temperature": 2.0}, {"mix": [1], "carry_state": True}])
+def test_a_section_is_named_once_in_a_message(data: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.(mix|carry_state)"):
+        resolve({"data": data})

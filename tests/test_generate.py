@@ -452,3 +452,14 @@ def test_a_prompt_that_is_not_utf_8_is_told() -> None:
     model = small_model("mamba1", vocab_size=vocab_size(tokenizer))
     with pytest.raises(UserError, match="is not UTF-8"):
         list(generate_text(model, tokenizer, ["caf\udce9"]))
+
+
+@pytest.mark.parametrize("stop", [".", ["."], [5, "."]])
+def test_text_among_token_ids_that_stop_is_a_mistake(stop: Any) -> None:
+    """It would match no token, and the end of a text would no longer end it."""
+    tokenizer = bytes_tokenizer()
+    model = small_model("mamba1", vocab_size=vocab_size(tokenizer))
+    with pytest.raises(UserError, match="takes token ids; to end before a text, give it as stop_strings"):
+        generate_text(model, tokenizer, ["a"], stop=stop)
+    with pytest.raises(UserError, match="takes token ids"):
+        generate_batch(model, [[1]], stop=stop)

@@ -85,11 +85,10 @@ HOMES = {  # of libraries: the only places that import them
 }
 WITHOUT_TORCH = (
     "config",
-    "mixers.py",
     "files.py",
     "presets.py",
     "progress.py",
-    "cli.py",
+    "cli",
     "reporting",
 )  # quick to import
 

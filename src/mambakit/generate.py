@@ -159,8 +159,8 @@ def generate_batch(
     A row ends before a token of `stop`; it begins with one of its `first_tokens` where there are any. What a row gives
     depends on its prompt, its number and the seed, not on the other rows. Other options as for `Sampling`.
     """
+    ends = _token_ids(stop)
     rounds = _generate(model, prompts, max_new_tokens, seed, first_tokens or {}, sampling)
-    ends = frozenset(stop)
 
     def tokens() -> Iterator[tuple[int, int]]:
         ended: set[int] = set()
@@ -204,9 +204,15 @@ def generate_text(
     first = {row: [token for token in allowed if token < model.config.vocab_size] for row, allowed in first.items()}
     texts = [_Text(tokenizer, prompt, stop_strings, row in first) for row, prompt in enumerate(tokens)]
     tokens = [prompt[:-1] if row in first else prompt for row, prompt in enumerate(tokens)]
-    stop = frozenset(options.pop("stop", end_tokens))
+    stop = _token_ids(options.pop("stop", end_tokens))
     max_new_tokens, seed = options.pop("max_new_tokens", 100), options.pop("seed", None)
     return _pieces(texts, _generate(model, tokens, max_new_tokens, seed, first, options), stop)
+
+
+def _token_ids(stop: Sequence[int]) -> frozenset[int]:
+    if isinstance(stop, str) or any(isinstance(token, str) for token in stop):
+        raise UserError(f"stop={stop!r} holds text, but takes token ids; to end before a text, give it as stop_strings")
+    return frozenset(stop)
 
 
 def whole_texts(tokenizer: Tokenizer) -> Tokenizer:

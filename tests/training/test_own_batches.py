@@ -76,14 +76,16 @@ def test_targets_that_do_not_count_may_be_anything(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_an_iterator_that_breaks_loses_no_step(tmp_path: Path) -> None:
+def test_an_iterator_that_breaks_loses_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> Iterator[Any]:
         yield from (rows(number) for number in range(5))
         raise OSError("the stream broke")
 
     with pytest.raises(OSError, match="the stream broke"):
         train(CONFIG, broken(), out=tmp_path / "run", quiet=True)
-    train({}, (rows(number) for number in range(9)), out=tmp_path / "run", resume=True, quiet=True)
+    capsys.readouterr()
+    train({}, (rows(number) for number in range(9)), out=tmp_path / "run", resume=True)
+    assert "skipping the first 5 of the batches: the run has seen them" in capsys.readouterr().err
     train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "whole", quiet=True)
     assert state_bytes(tmp_path / "run", 9) == state_bytes(tmp_path / "whole", 9)
 

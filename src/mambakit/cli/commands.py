@@ -327,7 +327,7 @@ def convert(
 
 
 def report(
-    run: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help="run folders; several are drawn together")],
+    run: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help="run folders; several are drawn together", help_behavior_hint="")],
     /,
     out: Annotated[Path | None, arg(metavar="FILE", help="the page to write; RUN/report.html of the first run unless set", help_behavior_hint="")] = None,
 ) -> int:  # fmt: skip
@@ -346,7 +346,8 @@ def report(
 
 def verify(
     path: Annotated[
-        Positional[tuple[Path, ...]], arg(metavar="PATH", help="shard folders, checkpoints, runs and model folders")
+        Positional[tuple[Path, ...]],
+        arg(metavar="PATH", help="shard folders, checkpoints, runs and model folders", help_behavior_hint=""),
     ],
     /,
     json: Json = False,
@@ -420,7 +421,7 @@ def bench_train(
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], arg(help="of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU")] = "auto",
     documents: Annotated[int | None, arg(metavar="INT", help="documents in each row; rows are whole unless set", help_behavior_hint="")] = None,
     compile: Annotated[bool, arg(help="torch.compile the model", help_behavior_hint="")] = False,
-    cuda_graph: Annotated[bool, arg(help="on a GPU, capture the pass once and replay it; as train.cuda_graph", help_behavior_hint="")] = True,
+    cuda_graph: Annotated[bool, arg(help="do not capture the pass as a CUDA graph on a GPU; as train.cuda_graph false", help_behavior_hint="")] = True,
     recompute: Annotated[Literal["auto", "none", "light", "mixer", "block"], arg(help="what backward computes once more rather than keep; as train.recompute")] = "auto",
     peers: Annotated[bool, arg(help="also mamba_ssm's model of the same sizes, where it is installed", help_behavior_hint="")] = False,
     device: Device = "auto",

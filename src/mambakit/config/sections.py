@@ -111,11 +111,11 @@ class DataConfig(Settings):
     @model_validator(mode="after")
     def _mix_is_possible(self) -> DataConfig:
         if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):
-            raise ValueError(f"data.mix={self.mix}: need weights of at least 0, and one above it")
+            raise ValueError(f"mix={self.mix}: need weights of at least 0, and one above it")
         if self.mix and self.temperature != 1:
-            raise ValueError("data.mix and data.temperature both say how sources are mixed; give one of them")
+            raise ValueError("mix and data.temperature both say how sources are mixed; give one of them")
         if (self.mix or self.temperature != 1) and self.carry_state:
-            raise ValueError("data.carry_state reads sources as they lie; it cannot be combined with a mix of them")
+            raise ValueError("carry_state reads sources as they lie; it cannot be combined with a mix of them")
         return self
 
     @field_validator("path", mode="before")

@@ -83,6 +83,8 @@ def open_data(
 
 
 def _own_batches(batches: Iterable[Any], progress: Progress, config: RunConfig) -> Iterator[Batch]:
+    if progress.step:
+        say(f"skipping the first {progress.step:,} of the batches: the run has seen them")
     rows = config.batch_rows if config.data.carry_state else None
     return own_batches(batches, progress.step, config.model.vocab_size, rows)
 

@@ -78,7 +78,8 @@ def train(
     `config` is a RunConfig, nested settings, or a file of them. `batches`, an iterable of your own, takes the loader's
     place: each item is a `Batch`, a mapping with `tokens`, `targets` and if need be `doc_ids` and `loss_mask`, or L+1
     tokens a row, as a tensor, an array or lists. `resume` goes on from the newest good checkpoint of `out`, or from the
-    one named; where there is none yet, the run starts. `init_from` starts with the weights of another model. `quiet`
+    one named; where there is none yet, the run starts; `batches` are then given from their beginning, of which those
+    that the run has seen are skipped. `init_from` starts with the weights of another model. `quiet`
     shows nothing of it.
     """
     with silence() if quiet else contextlib.nullcontext():
@@ -365,8 +366,9 @@ def _make_room(start: Start, state: TrainingState | None) -> None:
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
     if place := native.set_aside(folder, newer):
         say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
-        if (folder / "metrics.jsonl").exists():
-            shutil.copy2(folder / "metrics.jsonl", place)
+        for name in ("metrics.jsonl", history.NAME):
+            if (folder / name).exists():
+                shutil.copy2(folder / name, place)
     if checkpoint and state and not start.is_own:
         before = checkpoint.parent.parent / "metrics.jsonl"
         if checkpoint.parent.name == "checkpoints" and before.is_file():
