@@ -31,7 +31,7 @@ def verify(path: Path) -> Iterator[str]:
             yield str(error)
         saved = native.checkpoints(path)
         yield from _verify_metrics(path / "metrics.jsonl", native.step_of(saved[0]) if saved else 0)
-    elif (path / "metrics.jsonl").is_file():
+    elif native.is_begun(path):
         raise UserError(f"{path} is a run that has no checkpoint yet")
     elif (path / "config.json").is_file():
         yield from _verify_model(path)

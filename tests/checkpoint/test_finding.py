@@ -145,6 +145,14 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_taken_in_part(
     assert not (tmp_path / "model").exists()
 
 
+def test_a_model_folder_may_hold_a_file_of_metrics(finished: Path, tmp_path: Path) -> None:
+    """It is no run for that."""
+    convert(finished, tmp_path / "model", "huggingface")
+    (tmp_path / "model/metrics.jsonl").write_text("")
+    assert native.find(tmp_path / "model") == tmp_path / "model"
+    assert main(["verify", str(tmp_path / "model")]) == 0
+
+
 def test_what_is_no_model_is_told_for_what_it_is(finished: Path, shards: Path, tmp_path: Path) -> None:
     for place, message in {
         shards: "is a folder of shards, and no model",

@@ -97,6 +97,11 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether a folder is a run that has no checkpoint yet: its config.json is no model's."""
+    return (folder / "metrics.jsonl").is_file() and (folder / "lock").is_file() and not checkpoints(folder)
+
+
 def verify(folder: Path) -> Iterator[str]:
     """Read everything, and yield what is wrong with it, a line each."""
     damaged = False
@@ -237,7 +242,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")
     if not (path / "checkpoints").is_dir():
-        if not (path / "config.json").exists() or (path / "metrics.jsonl").exists():
+        if not (path / "config.json").exists() or is_begun(path):
             raise CheckpointError(_why_no_model(path))
         is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
         if is_one and (problems := list(verify_model(path))):
@@ -266,7 +271,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
 
 
 def _why_no_model(path: Path) -> str:
-    if (path / "metrics.jsonl").exists():
+    if is_begun(path):
         return f"the run {path} has no checkpoint yet; go on with it by mambakit train --resume --out {path}"
     if (path / "index.json").is_file():
         return f"{path} is a folder of shards, and no model; give a run, or a model folder"

@@ -7,6 +7,7 @@ bench/ ask for the kind besides. Imports no torch.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]  # by name
 
 
 @dataclass(frozen=True)
-class Dims:
+class Dims(ABC):
     """What all mixers have."""
 
     d_model: int
@@ -46,22 +47,22 @@ class Dims:
         return self.expand * self.d_model
 
     @property
+    @abstractmethod
     def segments(self) -> dict[str, int]:
         """The parts of in_proj's output, in their order."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def conv_channels(self) -> int:
         """Channels that the convolution runs over."""
-        raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
         """Sizes that do not fit each other."""
         return iter(())
 
+    @abstractmethod
     def state_shapes(self) -> Shapes:
         """What the mixer remembers of a row: tensors by name."""
-        raise NotImplementedError
 
     def num_parameters(self) -> int:
         d, inner = self.d_model, self.d_inner
@@ -74,15 +75,15 @@ class Dims:
         linear = self.d_model * sum(self.segments.values()) + self.d_inner * self.d_model + self._other_products()
         return 2 * linear + 2 * self.conv_channels * self.conv_width + self._recurrence()
 
-    def _other_parameters(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _other_parameters(self) -> int: ...
 
     def _other_products(self) -> int:
         """Multiply-adds of matrix products beside in_proj and out_proj."""
         return 0
 
-    def _recurrence(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _recurrence(self) -> int: ...
 
 
 @dataclass(frozen=True)

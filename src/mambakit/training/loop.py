@@ -238,10 +238,13 @@ def _note_beginning(run: Run, step: int) -> None:
 
 def _diverged(run: Run, step: int, what: str) -> RunError:
     """What is told of a run whose numbers are no numbers any more; nothing of that is saved."""
-    saved, lower = max(0, run.saved_step), min(run.config.optim.lr / 3, 1e-3)
+    lower = min(run.config.optim.lr / 3, 1e-3)
+    again = f"Nothing was saved since step {run.saved_step:,}; go on from there"
+    if run.saved_step < 0:
+        again = "Nothing was saved yet; begin again"
     return RunError(
-        f"training diverged: {what} not finite at step {step:,}. Nothing was saved since step {saved:,}; go on from "
-        f"there with a lower learning rate (now {run.config.optim.lr:g}):\n"
+        f"training diverged: {what} not finite at step {step:,}. {again} with a lower learning rate "
+        f"(now {run.config.optim.lr:g}):\n"
         f"  mambakit train --resume --out {shlex.quote(str(run.folder))} --optim.lr {lower:.1g}"
     )
 

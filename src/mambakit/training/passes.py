@@ -35,6 +35,7 @@ class PlainPass:
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None, loss_mask: Tensor | None, num_targets: Tensor,
         *memory: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert not memory or self.state_of is not None
         state = self.state_of(memory) if memory and self.state_of else None
         with autocast(self.device, self.dtype):
             output = self.forward(tokens, doc_ids=doc_ids, state=state, targets=targets, loss_mask=loss_mask)

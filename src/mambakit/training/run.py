@@ -216,15 +216,14 @@ def build(start: Start, config: RunConfig, device: torch.device) -> MambaLM:
 
 
 def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
-    torch.manual_seed(config.train.seed)
-    if start.checkpoint is None:
-        drawn = MambaLM(config.model).state_dict()  # also where others are read: the generator goes on from here
-    if start.weights is None:
-        return drawn
     if start.checkpoint is not None:
         loaded = huggingface.read(start.checkpoint, torch.float32)
     else:
-        loaded = load(start.weights, dtype=torch.float32).model
+        torch.manual_seed(config.train.seed)
+        drawn = MambaLM(config.model).state_dict()  # also where others are read: the generator goes on from here
+        if start.init_from is None:
+            return drawn
+        loaded = load(start.init_from, dtype=torch.float32).model
     mine, theirs = config.model.model_dump(), loaded.config.model_dump()
     different = [
         f"{name} is {theirs[name]} there and {value} in the config"
