@@ -1,11 +1,12 @@
-"""What autograd need not keep: a recipe in place of a tensor, which is made once more when its gradient is due.
+"""Keeps less for backward: autograd gets a recipe in place of a tensor, and the recipe makes the tensor again.
 
-Some tensors of a block are cheap to make and wide: the norm's output, Mamba-1's dt, the output of Mamba-2's gated norm.
-Kept for backward, they are a fifth of all memory. A recipe runs the operator that made the tensor. On a CPU the bits
-are the same; on a GPU the norm made from the sum alone may add in another order, and differ in the last bit.
+Some tensors of a block are wide and cheap to make: the norm's output, Mamba-1's dt, the output of Mamba-2's gated norm.
+They are a fifth of what backward keeps. A recipe calls the operator that made the tensor. On a CPU the bits are the
+same; on a GPU a norm that is made again from the sum may add in another order, and differ in the last bit.
 
-Where memory counts more, the residual stream, fp32, is kept in one block of four. The blocks between keep what they
-add to it, which has half the bytes, and add it again.
+The level `mixer` also keeps the residual stream, which is fp32, in one block of four only. The other blocks keep what
+they add to it, which has half the bytes, and add it again. torch's selective checkpointing takes 2 to 8 GiB more at the
+same speed (benchmarks/records/2026-11-16_selective-checkpointing_h200).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Mix = Callable[[Tensor, "Tensor | None", "LayerState | None", "Recipes | None"],
 
 
 class Recipe:
-    """How to make a tensor again. It is held from the first to the last of its uses in a backward pass."""
+    """How to make a tensor again. A made tensor is held from its first to its last use in a backward pass."""
 
     def __init__(self, made: Tensor, make: Callable[[], Tensor]) -> None:
         self._make, self._device_type, self._dtype = make, made.device.type, made.dtype
@@ -43,7 +44,7 @@ class Recipe:
         return self, shape
 
     def value(self) -> Tensor:
-        """The tensor, for another recipe: held until a use that is counted comes by, or the graph goes."""
+        """The tensor, for another recipe: held until the last counted use, or until the graph is freed."""
         if self._made is None:
             enabled, dtype = self._autocast
             with torch.no_grad(), torch.autocast(self._device_type, dtype, enabled):
@@ -53,13 +54,13 @@ class Recipe:
     def make(self, shape: torch.Size) -> Tensor:
         made = self.value()
         self._left -= 1
-        if self._left == 0:  # a graph that is kept may come by again
+        if self._left == 0:  # a retained graph may run backward again
             self._made, self._left = None, self._uses
         return made.view(shape)
 
     def stand_in(self, norm: Norm) -> tuple[Tensor, Tensor]:
-        """What `norm` gives. Of the sum, which this recipe makes, autograd keeps the recipe alone. An operator keeps
-        its own output before anyone else has seen it, so all is kept at first, and the sum is known by its memory."""
+        """The result of `norm`, where autograd keeps this recipe in place of the sum. An operator saves its own output
+        before its caller sees it, so everything is kept at first, and then the sum is found by its memory."""
         cells: list[list[Any]] = []
 
         def pack(tensor: Tensor) -> list[Any]:
@@ -72,7 +73,7 @@ class Recipe:
             tensor, _ = cell[0]
             if _is_all_of(tensor, total):
                 cell[0] = self.use(tensor.shape)
-        cells.clear()  # autograd keeps the function, and all that it names
+        cells.clear()  # autograd keeps `pack`, and so this list
         return normed, total
 
 
@@ -86,8 +87,8 @@ class Sums:
         self._version = 0
 
     def norm(self, norm: Norm, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Kept]:
-        """What a block's norm gives, and what its sum can be had from: itself, or a recipe. A hidden as wide as the sum
-        would save nothing."""
+        """The result of a block's norm, and how backward gets its sum: the sum itself, or a recipe. Where `hidden` has as
+        many bytes as the sum, keeping it would save nothing."""
         is_kept = self._blocks % BLOCKS_FOR_A_SUM == 0 or hidden.element_size() >= residual.element_size()
         self._blocks += 1
         if is_kept:
@@ -102,19 +103,19 @@ class Sums:
         return normed, total, self._made_by or keep(total)
 
     def _was_last(self, residual: Tensor) -> bool:
-        """Whether this is the last block's sum as it was: a hook may have put another in its place."""
+        """Whether this is the last block's sum, unchanged: a hook may have replaced it."""
         last = self._last()
         return last is not None and last._version == self._version and _is_all_of(residual, last)
 
 
 def value_of(kept: Kept) -> Tensor:
-    """Of what was kept, for a recipe."""
+    """The kept tensor, or the one that the kept recipe makes."""
     return kept.value() if isinstance(kept, Recipe) else _unpack(kept)
 
 
 class Recipes:
-    """The recipes of one block's forward pass; and whether its mixer keeps in_proj's output alone, and makes again all
-    that follows from it."""
+    """The recipes of one block's forward pass. With `keep_projections_alone`, its mixer keeps in_proj's output alone,
+    and everything after it is recomputed."""
 
     def __init__(self, *, keep_projections_alone: bool = False) -> None:
         self.keep_projections_alone = keep_projections_alone
@@ -125,7 +126,7 @@ class Recipes:
 
     @contextlib.contextmanager
     def in_place_of_tensors(self) -> Iterator[None]:
-        """While open, what autograd would keep of the tensors that were added is their recipe."""
+        """Inside, autograd keeps the recipe of each tensor that was added, not the tensor."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
         self._known.clear()
@@ -140,7 +141,7 @@ class Recipes:
 def run(
     mix: Mix, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
 ) -> Mixed:
-    """What a mixer does after in_proj, kept or not."""
+    """Run `mix`, all that a mixer does after in_proj; with `keep_projections_alone`, under torch's checkpointing."""
     if recipes is None or not recipes.keep_projections_alone:
         return mix(projected, doc_ids, state, recipes)
     mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False, preserve_rng_state=False)
@@ -148,7 +149,7 @@ def run(
 
 
 def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
-    """Whether a tensor is another one, or a view of all of it in the same order."""
+    """Whether `tensor` is `made`, or a view of all of it in the same order."""
     return (
         tensor.numel() == made.numel()
         and tensor.dtype == made.dtype
@@ -159,7 +160,7 @@ def _is_all_of(tensor: Tensor, made: Tensor) -> bool:
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor as it is now. With its history it would hold its own node, for ever."""
+    """The tensor and its version. Detached: with its history it would hold its own node in the graph for ever."""
     return tensor.detach(), tensor._version
 
 
@@ -168,7 +169,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(kept, Recipe):
         return kept.make(note)
     tensor: Tensor = kept
-    if tensor._version != note:  # torch itself looks no more where there are hooks
+    if tensor._version != note:  # with hooks, torch itself does not check
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after the forward pass "
             "(a weight, perhaps, by an optimizer step between the two)"
