@@ -87,8 +87,8 @@ class Sums:
         self._version = 0
 
     def norm(self, norm: Norm, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Kept]:
-        """The result of a block's norm, and how backward gets its sum: the sum itself, or a recipe. Where `hidden` has as
-        many bytes as the sum, keeping it would save nothing."""
+        """The result of a block's norm, and how backward gets its sum: the sum, or a recipe. Where `hidden` has as many
+        bytes as the sum, keeping it would save nothing."""
         is_kept = self._blocks % BLOCKS_FOR_A_SUM == 0 or hidden.element_size() >= residual.element_size()
         self._blocks += 1
         if is_kept:
