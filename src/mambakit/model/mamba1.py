@@ -24,6 +24,9 @@ from .state import LayerState
 
 class Mamba1(KeepsFp32):
     fp32_parameters = ("A_log", "D")
+    # Operators of whole rows. Where ranks share a row, parallel/ puts its own in their place.
+    conv_split = staticmethod(ops.causal_conv1d_split)
+    scan_split = staticmethod(ops.selective_scan_split)
 
     def __init__(self, dims: Mamba1Dims) -> None:
         super().__init__()
@@ -63,12 +66,12 @@ class Mamba1(KeepsFp32):
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
-        x, x_again, gate, conv_state = ops.causal_conv1d_split(
+        x, x_again, gate, conv_state = self.conv_split(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
             doc_ids=doc_ids, initial_state=state["conv"] if state else None,
         )  # fmt: skip  # x (B, L, D)
         dt, B, C = self._select(x_again, recipes)
-        y, ssm_state = ops.selective_scan_split(
+        y, ssm_state = self.scan_split(
             x, dt, self._A(), B, C, self.D, gate, self.dt_proj.bias,
             doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
         )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Ranks: everything that knows that a run is more than one process."""

@@ -1,0 +1,140 @@
+"""Which part of each parameter a rank of tensor parallelism holds: ranges of one dimension, in the order they have here.
+
+A mixer's inner channels are split evenly. Mamba-2's heads go with their channels, and B and C with the groups of the
+heads: a group whose heads are on several ranks is on all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import ConfigError, Mamba1Dims, Mamba2Dims, ModelConfig
+
+MIXER = ".mixer."
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of the whole; and how many ranks hold it, of which this one is number `copy`."""
+
+    begin: int
+    end: int
+    copies: int = 1
+    copy: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a tensor that a rank holds."""
+
+    dim: int
+    parts: tuple[Part, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(part.length for part in self.parts)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of the whole tensor."""
+        return torch.cat([whole.narrow(self.dim, part.begin, part.length) for part in self.parts], self.dim)
+
+    def shared(self) -> Iterable[tuple[Part, int]]:
+        """The parts that other ranks hold too, and where each begins here."""
+        begin = 0
+        for part in self.parts:
+            if part.copies > 1:
+                yield part, begin
+            begin += part.length
+
+
+def even(size: int, ranks: int, rank: int, begin: int = 0) -> Part:
+    """A rank's share of `size` entries, as even as they can be dealt."""
+    return Part(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How `ranks` ranks share the layers of a model; this is number `rank`."""
+
+    config: ModelConfig
+    ranks: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        dims, ranks = self.config.dims, self.ranks
+        if isinstance(dims, Mamba2Dims) and dims.num_heads % ranks:
+            raise ConfigError(
+                f"parallel.tp={ranks} does not divide the {dims.num_heads} heads of the model; choose a divisor of "
+                f"{dims.num_heads}"
+            )
+        if dims.d_inner % ranks:
+            raise ConfigError(
+                f"parallel.tp={ranks} does not divide the inner width {dims.d_inner} of the model; choose a divisor of it"
+            )
+
+    @property
+    def groups(self) -> tuple[Part, ...]:
+        """The groups of B and C that this rank's heads need."""
+        dims = self.config.dims
+        assert isinstance(dims, Mamba2Dims)
+        here, each = dims.num_heads // self.ranks, dims.num_heads // dims.num_groups
+        first, last = self.rank * here // each, ((self.rank + 1) * here - 1) // each
+        parts = []
+        for group in range(first, last + 1):
+            holders = range(group * each // here, ((group + 1) * each - 1) // here + 1)  # ranks with heads of this group
+            parts.append(Part(group, group + 1, len(holders), self.rank - holders[0]))
+        return tuple(parts)
+
+    def slice_of(self, name: str, size: int) -> Slice | None:
+        """Of the parameter with this name, whose first dimension has `size` entries; None where all ranks hold it whole."""
+        if name in ("backbone.embedding.weight", "lm_head.weight"):
+            return Slice(0, (even(size, self.ranks, self.rank),))
+        if MIXER not in name:
+            return None
+        return self._of_mixer(name.partition(MIXER)[2])
+
+    def _of_mixer(self, name: str) -> Slice | None:
+        dims = self.config.dims
+        inner = even(dims.d_inner, self.ranks, self.rank)
+        if name in ("out_proj.weight", "x_proj.weight"):
+            return Slice(1, (inner,))
+        if name == "out_proj.bias":
+            return None
+        if isinstance(dims, Mamba1Dims):
+            twice = name.startswith("in_proj.")
+            return Slice(0, (inner, Part(inner.begin + dims.d_inner, inner.end + dims.d_inner)) if twice else (inner,))
+        begins = dict(zip(dims.segments, _begins(dims.segments.values()), strict=True))
+        if name.startswith("in_proj."):
+            return Slice(0, self._segments(dims, begins, "zxBC") + (self._heads(dims, begins["dt"]),))
+        if name.startswith("conv1d."):
+            return Slice(0, self._segments(dims, {key: begins[key] - begins["x"] for key in "xBC"}, "xBC"))
+        return Slice(0, (inner if name == "norm.weight" else self._heads(dims, 0),))
+
+    def _heads(self, dims: Mamba2Dims, begin: int) -> Part:
+        return even(dims.num_heads, self.ranks, self.rank, begin)
+
+    def _segments(self, dims: Mamba2Dims, begins: dict[str, int], names: str) -> tuple[Part, ...]:
+        parts: list[Part] = []
+        for name in names:
+            if name in "zx":
+                parts.append(even(dims.d_inner, self.ranks, self.rank, begins[name]))
+                continue
+            for group in self.groups:
+                begin, end = (begins[name] + number * dims.state_size for number in (group.begin, group.end))
+                parts.append(Part(begin, end, group.copies, group.copy))
+        return tuple(parts)
+
+
+def _begins(lengths: Iterable[int]) -> list[int]:
+    begins = [0]
+    for length in lengths:
+        begins.append(begins[-1] + length)
+    return begins[:-1]
