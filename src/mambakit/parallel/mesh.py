@@ -7,7 +7,6 @@ each layer, a part of its width each. tp is the innermost: its ranks speak most 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +68,14 @@ class Mesh:
         names = tuple(name for name in names if getattr(self, name) > 1)
         if not names or self.devices is None:
             return None
-        return self._flat(names).get_group()
+        devices = self.devices[names]
+        return (devices if len(names) == 1 else devices._flatten("_".join(names))).get_group()
 
-    def devices_of(self, *names: str) -> DeviceMesh:
-        """These dimensions as one."""
+    @functools.cached_property
+    def sharded(self) -> DeviceMesh:
+        """The ranks that FSDP2 shards over, with those that it replicates over as a dimension before: cp ranks have the
+        same parameters, and so take part."""
         assert self.devices is not None
-        return self._flat(names)
-
-    def _flat(self, names: Sequence[str]) -> DeviceMesh:
-        assert self.devices is not None
-        if len(names) == 1:
-            return self.devices[names[0]]
-        return self.devices[tuple(names)]._flatten("_".join(names))
+        sizes = self.replicate, self.shard * self.cp, self.tp
+        devices = init_device_mesh(self.devices.device_type, sizes, mesh_dim_names=("replicate", "shard", "tp"))
+        return devices["replicate", "shard"] if self.replicate > 1 else devices["shard"]

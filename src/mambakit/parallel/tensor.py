@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,16 +26,62 @@ from ..model.mamba1 import Mamba1
 from ..model.mamba2 import Mamba2
 from .collectives import Group, join_last, share, sum_both, sum_over, total
 from .cross_entropy import linear_cross_entropy
-from .slices import Sharing, even
+from .slices import MIXER, Sharing, Slice, even
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of a weight that several ranks hold, each of which computes a part of their gradient."""
+
+    slice: Slice
+    begin: int  # the shared rows of the whole weight are these
+    end: int
+    group: Group
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        out: Tensor = _SumRows.apply(weight, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        """The gradient with its shared rows summed over the ranks."""
+        everyone = gradient.new_zeros(self.end - self.begin, *gradient.shape[1:])
+        places = []
+        local = 0
+        for part in self.slice.parts:
+            if self.begin <= part.begin and part.end <= self.end:
+                here = everyone[part.begin - self.begin : part.end - self.begin]
+                here.copy_(gradient[local : local + part.length])
+                places.append((here, local))
+            local += part.length
+        dist.all_reduce(everyone, group=self.group)
+        gradient = gradient.clone()
+        for here, local in places:
+            gradient[local : local + here.shape[0]] = here
+        return gradient
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: SharedRows) -> Tensor:
+        ctx.rows = rows
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.sum(gradient), None
 
 
 class ColumnParallel(nn.Linear):
     """A linear layer of which each rank has some outputs."""
 
     group: Group
+    rows: SharedRows | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(share(input, self.group), self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if self.rows is not None:
+            weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
+        return F.linear(share(input, self.group), weight, bias)
 
 
 class RowParallel(nn.Linear):
@@ -104,6 +152,30 @@ def _mixer(mixer: Mamba1 | Mamba2, sharing: Sharing, group: Group) -> Mamba1 | M
     else:
         _share_heads(local, mixer.dims, sharing, group)  # type: ignore[arg-type]
     return local
+
+
+def sum_shared_rows(model: MambaLM, sharing: Sharing, group: Group) -> None:
+    """Have the gradients of B's and C's channels summed over the ranks that share their groups. For a model that has its
+    memory: parameters of the convolution are taken as they are now."""
+    dims = model.config.dims
+    if not isinstance(dims, Mamba2Dims) or dims.num_groups % sharing.ranks == 0:
+        return
+    begin = dims.segments["z"] + dims.segments["x"]
+    width = dims.segments["B"] + dims.segments["C"]
+    cut = {name: sharing.slice_of(f"{MIXER}{name}.", 0) for name in ("in_proj", "conv1d")}
+    projected, convolved = (
+        SharedRows(_given(cut[name]), first, first + width, group)
+        for name, first in (("in_proj", begin), ("conv1d", dims.segments["x"]))
+    )
+    for block in model.blocks():
+        block.mixer.in_proj.rows = projected  # type: ignore[assignment]
+        for parameter in block.mixer.conv1d.parameters():
+            parameter.register_hook(convolved.sum)
+
+
+def _given(cut: Slice | None) -> Slice:
+    assert cut is not None
+    return cut
 
 
 def _become(layer: nn.Linear, kind: type[ColumnParallel | RowParallel], group: Group) -> None:
