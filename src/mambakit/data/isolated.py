@@ -50,18 +50,16 @@ class Child:
     def __init__(self) -> None:
         # No module may come from the current folder, which may hold a person's files.
         here = os.path.realpath(os.getcwd())
-        paths = [
-            str(Path(__file__).parents[2]),
-            *(entry for entry in sys.path if os.path.realpath(entry or ".") != here),
-        ]
+        outside = [entry for entry in sys.path if os.path.realpath(entry or ".") != here]
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), *outside])
+        env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+        command, quiet = [sys.executable, "-m", "mambakit.data.isolated"], subprocess.DEVNULL
         self.is_fresh = True
         self.channel, inside = socket.socketpair()
         with inside:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mambakit.data.isolated"], stdin=inside.fileno(), stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True, cwd=sys.prefix,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
-            )  # fmt: skip
+                command, stdin=inside, stdout=quiet, stderr=quiet, start_new_session=True, cwd=sys.prefix, env=env
+            )
 
     def ask(self, request: dict[str, Any], file: int, out: int) -> Answer:
         """The answer; its kind is "failed" if the child cannot be used again."""
@@ -176,7 +174,10 @@ def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answ
         try:
             child = _idle.pop()
         except IndexError:
-            child = _start()
+            if not _all:
+                atexit.register(stop)
+            child = Child()
+            _all.add(child)
         was_fresh = child.is_fresh
         readers.busy.add(child)
         try:
@@ -190,14 +191,6 @@ def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answ
         _all.discard(child)
         if was_fresh or readers.are_stopped or stops != _stops:
             return answer
-
-
-def _start() -> Child:
-    if not _all:
-        atexit.register(stop)
-    child = Child()
-    _all.add(child)
-    return child
 
 
 def stop() -> None:

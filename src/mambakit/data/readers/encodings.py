@@ -42,12 +42,12 @@ CLEAN_SHARE = 16  # text with NULs has at most one such control character in so 
 DAMAGED_SHARE = 20  # markup has at most one wrong character in so many that are not ASCII
 
 # Encodings of text besides Unicode; of two that read a file equally well, the earlier wins.
-LIKELY = (
-    "cp1252", "cp1251", "cp1250", "gb18030", "big5", "cp950", "big5hkscs", "cp932", "euc_jp", "euc_jis_2004", "cp949",
-    "koi8_r", "koi8_u", "cp866", "iso8859_5", "mac_cyrillic", "iso8859_2", "iso8859_15", "cp1253", "iso8859_7",
-    "cp1254", "cp1255", "iso8859_8", "cp1256", "iso8859_6", "cp874", "cp850", "cp437", "cp852", "mac_roman", "johab",
-    "cp1257", "cp737", "cp855", "cp862", "mac_greek",
-)  # fmt: skip
+LIKELY_NAMES = """
+    cp1252 cp1251 cp1250 gb18030 big5 cp950 big5hkscs cp932 euc_jp euc_jis_2004 cp949 koi8_r koi8_u cp866 iso8859_5
+    mac_cyrillic iso8859_2 iso8859_15 cp1253 iso8859_7 cp1254 cp1255 iso8859_8 cp1256 iso8859_6 cp874 cp850 cp437
+    cp852 mac_roman johab cp1257 cp737 cp855 cp862 mac_greek
+"""
+LIKELY = LIKELY_NAMES.split()
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -312,7 +312,7 @@ def _guesses(sample: bytes) -> Iterator[str]:
     import charset_normalizer
 
     found = {(-50, 1.0, 0.0, 0)} if is_usual else set()  # charset-normalizer refuses signs without letters
-    for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):
+    for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=LIKELY):
         share = _share_of_a_language(str(match))
         if not is_short and _is_unclear(str(match)):
             continue
@@ -375,17 +375,11 @@ def _is_in_place(before: str, character: str, after: str) -> bool:
 @cache
 def _alphabets() -> tuple[frozenset[str], ...]:
     """The letters of each language; of those with thousands, the usual ones, which encodings keep together."""
-    tables = (
-        ("gb2312", 0xB0, 0xD7),
-        ("big5", 0xA4, 0xC6),
-        ("euc_kr", 0xB0, 0xC8),
-        ("euc_jp", 0xA4, 0xA5),
-        ("euc_jp", 0xB0, 0xCF),
-    )
-    chinese, taiwanese, korean, kana, kanji = (
-        frozenset(
-            bytes((high, low)).decode(codec, "ignore") for high in range(first, last + 1) for low in range(0x40, 0xFF)
-        )
-        for codec, first, last in tables
-    )
-    return (*map(frozenset, LATIN.split()), THAI, chinese, taiwanese, korean, kana | kanji)
+
+    def usual(codec: str, first: int, last: int) -> frozenset[str]:
+        pairs = (bytes((high, low)) for high in range(first, last + 1) for low in range(0x40, 0xFF))
+        return frozenset(pair.decode(codec, "ignore") for pair in pairs)
+
+    chinese, taiwanese, korean = usual("gb2312", 0xB0, 0xD7), usual("big5", 0xA4, 0xC6), usual("euc_kr", 0xB0, 0xC8)
+    japanese = usual("euc_jp", 0xA4, 0xA5) | usual("euc_jp", 0xB0, 0xCF)
+    return (*map(frozenset, LATIN.split()), THAI, chinese, taiwanese, korean, japanese)

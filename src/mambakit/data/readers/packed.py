@@ -7,6 +7,7 @@ limited, in bytes and in relation to the packed size. So is the size of an archi
 from __future__ import annotations
 
 import bz2
+import contextlib
 import io
 import lzma
 import tarfile
@@ -202,8 +203,9 @@ class _Careful:
 def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacked]:
     """The members of an archive. Hidden files and folders are skipped."""
     careful = cast(BinaryIO, _Careful(stream))
-    found = _list_zip(careful) if suffix == ".zip" else _list_tar(careful)
-    for name, reason, start in sorted(found, key=lambda member: member[0]):
+    with _broken_archive():
+        found = sorted(_list_zip(careful) if suffix == ".zip" else _list_tar(careful), key=lambda member: member[0])
+    for name, reason, start in found:
         if reason or is_archive(name):
             yield name, reason or "an archive inside an archive"
             continue
@@ -221,15 +223,21 @@ def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacke
             yield inner_name(name), inner
 
 
-def _blocks(start: Start) -> Iterator[bytes]:
+@contextlib.contextmanager
+def _broken_archive() -> Iterator[None]:
+    """The many kinds of errors that zipfile and tarfile raise for wrong bytes, as Unreadable."""
     try:
-        with start() as member:
-            while block := member.read(READ_BYTES):
-                yield block
+        yield
     except Unreadable:
         raise
-    except Exception:  # for wrong bytes, zipfile and tarfile raise many kinds
+    except Exception:
         raise Unreadable("broken archive") from None
+
+
+def _blocks(start: Start) -> Iterator[bytes]:
+    with _broken_archive(), start() as member:
+        while block := member.read(READ_BYTES):
+            yield block
 
 
 def _clean(name: str) -> str:
@@ -238,14 +246,9 @@ def _clean(name: str) -> str:
     return "" if any(part.startswith(".") or part == "__MACOSX" for part in parts) else "/".join(parts)
 
 
-def _list_zip(stream: BinaryIO) -> list[Member]:
-    found: list[Member] = []
-    try:
-        archive = zipfile.ZipFile(stream)
-        members = archive.infolist()
-    except Exception:
-        raise Unreadable("broken archive") from None
-    for member in members:
+def _list_zip(stream: BinaryIO) -> Iterator[Member]:
+    archive = zipfile.ZipFile(stream)
+    for member in archive.infolist():
         if member.filename.endswith("/") or not (name := _clean(member.filename)):
             continue
         reason = ""
@@ -255,29 +258,14 @@ def _list_zip(stream: BinaryIO) -> list[Member]:
             reason = "unknown compression"
         elif (member.external_attr >> 16) & 0o170000 == 0o120000:
             reason = "a link"
-        found.append((name, reason, partial(archive.open, member)))
-    return found
+        yield name, reason, partial(archive.open, member)
 
 
-def _list_tar(stream: BinaryIO) -> list[Member]:
-    found: list[Member] = []
-    num_members = 0
-    try:
-        archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115
-        for member in archive:
-            num_members += 1
-            if num_members > MOST_MEMBERS:
-                raise Unreadable("too many members")
-            if member.isdir() or not (name := _clean(member.name)):
-                continue
-            reason = ""
-            if member.issym() or member.islnk():
-                reason = "a link"
-            elif not member.isreg():
-                reason = "not a file"
-            found.append((name, reason, cast(Start, partial(archive.extractfile, member))))
-    except Unreadable:
-        raise
-    except Exception:
-        raise Unreadable("broken archive") from None
-    return found
+def _list_tar(stream: BinaryIO) -> Iterator[Member]:
+    archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115
+    for number, member in enumerate(archive):
+        if number == MOST_MEMBERS:
+            raise Unreadable("too many members")
+        if not member.isdir() and (name := _clean(member.name)):
+            reason = "a link" if member.issym() or member.islnk() else "" if member.isreg() else "not a file"
+            yield name, reason, cast(Start, partial(archive.extractfile, member))

@@ -8,6 +8,7 @@ file's own order is kept unless it jumps between columns. PDFium must not be cal
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import itertools
 import math
@@ -61,7 +62,7 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
     except pypdfium2.PdfiumError as error:
         raise Unreadable("encrypted" if error.err_code == NEEDS_PASSWORD else "broken PDF") from None
     last, left = "", LARGEST_WORK
-    try:
+    with contextlib.closing(document):
         broken = len(document) == 0
         for number in range(len(document)):
             left -= WORK_OF_PAGE
@@ -76,8 +77,6 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
             if last and text:
                 yield TextPart(last + "\n\n", ends=False)
             last = text or last
-    finally:
-        document.close()
     if not last:
         raise Unreadable("broken PDF" if broken else "no text layer")
     yield TextPart(last)
@@ -85,19 +84,12 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
 
 def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
     """The text of a page, and its work: unlike time, the same on every machine."""
-    page = document[number]
-    try:
-        text_page = page.get_textpage()
-        try:
-            num_characters = text_page.count_chars()
-            work = pdfium.FPDFPage_CountObjects(page) + num_characters
-            if num_characters > LARGEST_PAGE:
-                raise Unreadable("too large")
-            runs = _runs(text_page, pdfium)
-        finally:
-            text_page.close()
-    finally:
-        page.close()
+    with contextlib.closing(document[number]) as page, contextlib.closing(page.get_textpage()) as text_page:
+        num_characters = text_page.count_chars()
+        work = pdfium.FPDFPage_CountObjects(page) + num_characters
+        if num_characters > LARGEST_PAGE:
+            raise Unreadable("too large")
+        runs = _runs(text_page, pdfium)
     return _paragraphs(_rows(_by_columns(runs))), work
 
 
