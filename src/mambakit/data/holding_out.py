@@ -7,6 +7,7 @@ below a limit are held out. So a document stays in its split when other files co
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -47,10 +48,7 @@ def document_names(name: str, has_records: bool) -> Iterator[str]:
     """The names of the documents of a file."""
     if not has_records:
         yield name
-    number = 0
-    while True:
-        yield f"{name}#{number}"
-        number += 1
+    yield from (f"{name}#{number}" for number in itertools.count())
 
 
 @dataclass
@@ -96,17 +94,16 @@ def documents_of(parts: Iterable[TextPart]) -> Iterator[Iterator[TextPart]]:
     """The parts of each document. A document's parts must be read before the next document."""
     parts = iter(parts)
 
-    def rest(first: TextPart) -> Iterator[TextPart]:
+    def from_part(first: TextPart) -> Iterator[TextPart]:
         yield first
-        while not first.ends:
-            following = next(parts, None)
-            if following is None:
-                return
-            yield following
-            first = following
+        if not first.ends:
+            for part in parts:
+                yield part
+                if part.ends:
+                    return
 
     for part in parts:
-        document = rest(part)
+        document = from_part(part)
         yield document
         for _ in document:  # parts that were not read
             pass

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -49,18 +49,15 @@ class Batch:
         return int(self.loss_mask.sum())
 
     def rows(self, begin: int, end: int) -> Batch:
-        return Batch(*(value[begin:end] for value in self._values()))
+        return Batch(*(value[begin:end] for value in vars(self).values()))
 
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        values = self._values()
+        values: Iterable[Tensor] = vars(self).values()
         if device.type == "cuda":  # a copy from other memory would wait for the GPU
-            values = tuple(value.pin_memory() for value in values)
+            values = [value.pin_memory() for value in values]
         return Batch(*(value.to(device, non_blocking=True) for value in values))
-
-    def _values(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.targets, self.doc_ids, self.loss_mask, self.carries
 
 
 class Loader:

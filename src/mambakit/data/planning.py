@@ -21,13 +21,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from .. import __version__
 from ..config import PrepareConfig
 from ..files import UserError, path_of, paths_of
 from ..progress import progress
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter, Prints
-from .functions import function_key
 from .reading import OwnReader, Reading, check_readers
 from .separators import KEPT, unescaped
 from .shards import LAYOUTS
@@ -74,10 +72,6 @@ class PrepareJob:
         return Reading(self.readers, self.config.text_column)
 
     @cached_property
-    def _reader_keys(self) -> dict[str, str]:
-        return {suffix: function_key(reader) for suffix, reader in self.readers.items()}
-
-    @cached_property
     def _cleaning(self) -> Cleaning:
         return Cleaning(self.config.min_characters, self.config.copies, self.filters)
 
@@ -92,8 +86,7 @@ class PrepareJob:
         return None if given is None or given == KEPT else unescaped(given)
 
     def settings(self, val_fraction: float, tokenizer: str = "", layout: str = "") -> TaskSettings:
-        text = (self.reading, self._cleaning, self.separator, self._reader_keys)
-        return TaskSettings(__version__, tokenizer, layout, val_fraction, *text)
+        return TaskSettings(tokenizer, layout, val_fraction, self.reading, self._cleaning, self.separator)
 
 
 def _num_cores() -> int:
@@ -253,7 +246,7 @@ def _sample(cut: Sequence[Task], settings: TaskSettings) -> Iterator[str]:
                 if share < 1 and read >= wanted:  # the files before gave more than their share
                     continue
                 alone = Task(task.source, (file,))
-                for piece, data in alone.pieces(settings, TaskReport(alone, settings.reading)):
+                for piece, data in alone.pieces(settings, TaskReport(task=alone)):
                     if piece.split == "train":
                         yield data.decode("utf-8", errors="replace")
                     read += len(data)

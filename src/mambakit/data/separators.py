@@ -6,7 +6,6 @@ Without one, well-known markers are counted, because a tokenizer reads them as l
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -150,13 +149,9 @@ def count_markers(parts: Iterable[TextPart], found: Counter[str]) -> Iterator[Te
         text = before + part.text
         begin = 0 if is_new else 1
         end = len(text) if part.ends else max(begin, len(text) - REACH)
-        if _may_have(text):
+        if any(marker in text for marker in (END_OF_TEXT, *ALONE)):
             found.update(match[0] for match in MARKER.finditer(text, begin) if match.start() < end)
         is_new = part.ends or (is_new and end == 0)
         before = "" if part.ends else text[max(0, end - 1) :]
         yield part
     found.update(match[0] for match in MARKER.finditer(before, 0 if is_new else 1))
-
-
-def _may_have(text: str) -> bool:
-    return any(marker in text for marker in itertools.chain((END_OF_TEXT,), ALONE))

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +214,7 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-class ShardWriter:
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """Writes one split, starting a new file whenever one is full. As a context, it closes its file after an error."""
 
     def __init__(self, folder: Path, split: str, layout: TokenLayout, shard_tokens: int, first: int = 0) -> None:
@@ -247,9 +247,6 @@ class ShardWriter:
     def close(self) -> list[Shard]:
         self._finish()
         return self.shards
-
-    def __enter__(self) -> ShardWriter:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
@@ -285,25 +282,21 @@ class TokenStream:
         return state.st_ino
 
     def _check_content(self) -> None:
+        """Compute the checksums that are not remembered, in several threads."""
         shards = [shard for shard in self.shards if not was_intact(self.folder / shard.file, shard.sha256)]
-        total = sum(map(self.index.bytes_of, shards))
-        if total < SHOWN_BYTES:
-            self._check_all(shards, lambda _: None)
-        else:
-            with progress(f"checking the {self.split} shards, once", total, "MB", 1e6) as show:
-                self._check_all(shards, show)
+        total, turn = sum(map(self.index.bytes_of, shards)), threading.Lock()
+        shown: contextlib.AbstractContextManager[Callable[[float], None]] = contextlib.nullcontext(lambda _: None)
+        if total >= SHOWN_BYTES:
+            shown = progress(f"checking the {self.split} shards, once", total, "MB", 1e6)
 
-    def _check_all(self, shards: Sequence[Shard], show: Callable[[float], None]) -> None:
-        turn = threading.Lock()
+        def check(shard: Shard) -> bool:
+            return is_intact(self.folder / shard.file, self.index.bytes_of(shard), shard.sha256, advance=advance)
 
         def advance(amount: int) -> None:
             with turn:
                 show(amount)
 
-        def check(shard: Shard) -> bool:
-            return is_intact(self.folder / shard.file, self.index.bytes_of(shard), shard.sha256, advance=advance)
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="check") as pool:
+        with shown as show, ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="check") as pool:
             try:
                 for shard, is_right in zip(shards, pool.map(check, shards), strict=True):
                     if not is_right:
