@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import UserError, pip_command, read_json
+from .sources import is_inside
 
 SLICE_ROWS = 2**16
 GUESSED_BYTES = 2**26  # of a streamed slice, whose size is not known
@@ -134,10 +135,9 @@ def _files_of(source: str) -> str:
 
 def _check_inside(folder: Path) -> None:
     """Check that the files which a folder names for its rows are its own."""
-    root = os.path.realpath(folder)
     for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
         for file in read_json(state).get("_data_files", ()):
-            if not os.path.realpath(state.parent / str(file["filename"])).startswith(root + os.sep):
+            if not is_inside(state.parent / str(file["filename"]), folder):
                 raise UserError(f"{state} names files outside the folder")
 
 

@@ -32,7 +32,7 @@ from ..files import UserError, cache_folder, new_folder, remember_intact
 from ..progress import progress, say
 from . import shards
 from .prepare import write_index
-from .shards import LAYOUTS, SPLITS, Shard, ShardWriter, SplitCounts, TokenLayout
+from .shards import LAYOUTS, SPLITS, Shard, ShardError, ShardWriter, SplitCounts, TokenLayout
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
 SUFFIXES = (".bin", ".npy")
@@ -63,7 +63,7 @@ class TokenFile:
         count = max(0, min(end, self.count) - begin)
         found = np.fromfile(self.path, self.dtype, count, offset=self.offset + begin * self.dtype.itemsize)
         if len(found) < count:
-            raise shards.ShardError(f"{self.path} has become shorter while it was read")
+            raise ShardError(f"{self.path} has become shorter while it was read")
         return found
 
     @property
@@ -82,7 +82,7 @@ class TokenFile:
                 continue
             tokens = block.astype(np.int64)
             if tokens.min() < 0 or tokens.max() >= layout.largest_vocabulary:
-                raise shards.ShardError(f"{self.path} holds ids outside 0…{layout.largest_vocabulary - 1}")
+                raise ShardError(f"{self.path} holds ids outside 0…{layout.largest_vocabulary - 1}")
             place = np.arange(begin, begin + len(tokens))
             starts = np.zeros(len(tokens), dtype=bool)
             if self.ends is None:
@@ -104,14 +104,14 @@ def is_tokens(path: Path) -> bool:
 
 
 def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
-    """The folder of shards for these files in the cache. It is made unless it is there and no file has changed. All
-    files belong to `split`, or to the splits that their names say."""
+    """The folder of shards for these files, made in the cache if needed. With `split`, names tell no split."""
     if tokenizer.startswith("train:"):
         raise UserError(
             f"{paths[0]} holds tokens, not text: name the tokenizer they were made with by --data.tokenizer FILE"
         )
     check_spec(tokenizer)
     opened = open_tokenizer(tokenizer)
+    vocabulary = vocab_size(opened)
     seen = hashlib.sha256(json.dumps([shards.VERSION, opened.to_str(), kind, split]).encode())
     for path in paths:
         state = path.stat()
@@ -121,14 +121,12 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
     if shards.is_shards(folder):
         say(f"the shards of these tokens are in {folder} already")
         return folder
-    files = [dataclasses.replace(_open(path, kind, vocab_size(opened)), told_split=split) for path in sorted(paths)]
-    layout = LAYOUTS["packed32" if vocab_size(opened) <= 2**16 else "wide64"]
+    files = [dataclasses.replace(_open(path, kind, vocabulary), told_split=split) for path in sorted(paths)]
+    layout = LAYOUTS["packed32" if vocabulary <= 2**16 else "wide64"]
     if layout.name == "wide64" and any(file.is_packed for file in files):
-        raise UserError(
-            f"the tokenizer has {vocab_size(opened)} ids, more than the packed layout holds; name their own one"
-        )
-    with new_folder(folder, shards.ShardError) as beside:
-        written, counts = _write_shards(files, layout, end_of(opened), vocab_size(opened), beside)
+        raise UserError(f"the tokenizer has {vocabulary} ids, more than the packed layout holds; name their own one")
+    with new_folder(folder, ShardError) as beside:
+        written, counts = _write_shards(files, layout, end_of(opened), vocabulary, beside)
         sources = {str(file.path): {"tokens": {file.split: file.count}} for file in files}
         write_index(beside, layout, tokenizer, opened, written, counts, sources)
     return folder
@@ -149,9 +147,7 @@ def _write_shards(
                     for packed in file.packed(layout, end_token):
                         largest = int(layout.tokens(packed).max())
                         if largest >= vocabulary:
-                            raise shards.ShardError(
-                                f"{file.path}: token {largest} is outside the vocabulary of {vocabulary}"
-                            )
+                            raise ShardError(f"{file.path}: token {largest} is outside the vocabulary of {vocabulary}")
                         starts = layout.starts(np.concatenate([before, packed]))[len(before) :]
                         starts[0] |= not len(before)
                         found["documents"] += int(starts.sum())

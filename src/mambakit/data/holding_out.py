@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .documents import TextPart
+from .documents import Parts, TextPart
 
 PIECE_BYTES = 2**18  # of text, tokenized at once
 BLOCK_BYTES = 2**13  # of text, held out at once in a source of few documents
@@ -70,7 +70,7 @@ class Survey:
             self.documents.append(draw(called))
 
 
-Choose = Callable[[Iterator[TextPart]], "Iterator[TextPart] | None"]  # a document, or None to leave it out
+Choose = Callable[[Parts], Parts | None]  # a document, or None to leave it out
 
 
 def split_pieces(
@@ -90,11 +90,11 @@ def split_pieces(
             yield from _mark((split, learn, data) for learn, data in _cut(document, PIECE_BYTES))
 
 
-def documents_of(parts: Iterable[TextPart]) -> Iterator[Iterator[TextPart]]:
+def documents_of(parts: Iterable[TextPart]) -> Iterator[Parts]:
     """The parts of each document. A document's parts must be read before the next document."""
     parts = iter(parts)
 
-    def from_part(first: TextPart) -> Iterator[TextPart]:
+    def from_part(first: TextPart) -> Parts:
         yield first
         if not first.ends:
             for part in parts:

@@ -27,7 +27,7 @@ from ..progress import progress
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter, Prints
 from .reading import OwnReader, Reading, check_readers
-from .separators import KEPT, unescaped
+from .separators import separator_text
 from .shards import LAYOUTS
 from .sources import Skipped, list_files, own_folder
 from .tasks import Source, Task, TaskReport, TaskSettings
@@ -81,9 +81,7 @@ class PrepareJob:
 
     @property
     def separator(self) -> str | None:
-        """The text to cut at; None where nothing is cut."""
-        given = self.config.separator
-        return None if given is None or given == KEPT else unescaped(given)
+        return separator_text(self.config.separator)
 
     def settings(self, val_fraction: float, tokenizer: str = "", layout: str = "") -> TaskSettings:
         return TaskSettings(tokenizer, layout, val_fraction, self.reading, self._cleaning, self.separator)
@@ -127,9 +125,8 @@ class PreparePlan:
             for task, folder in zip(self.tasks, self.folders, strict=True):
                 if tasks.is_done(folder):
                     advance(task.num_bytes)
-                else:
-                    strict = job.config.strict
-                    tasks.run_task(task, self.settings, self.tokenizer, folder, job.workers, strict, advance)
+                    continue
+                tasks.run_task(task, self.settings, self.tokenizer, folder, job.workers, job.config.strict, advance)
 
 
 def make_plan(job: PrepareJob, work: Path) -> PreparePlan:
@@ -184,8 +181,7 @@ def listed(reasons: Counter[str]) -> str:
 
 
 def _share(num_bytes: int) -> float:
-    """The share that is held out of so much text, unless one is given. There are few shares, because documents move
-    from one split to the other when the share changes."""
+    """The share to hold out of so much text. It has few values: when it changes, documents move to the other split."""
     return next((share for share in SHARES if share * num_bytes >= LEAST_BYTES), SHARES[-1])
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from ..files import UserError
 from . import datasets, isolated
-from .documents import Note, TextPart, Unreadable, no_note, unreadable
+from .documents import Note, Parts, TextPart, Unreadable, no_note, unreadable
 from .functions import function_key
 from .readers import names, packed, records, text
 from .sources import SourceFile
@@ -93,14 +93,12 @@ class Reading:
         inner = packed.inner_name(file.name)
         return FORMATS.get(_suffix(inner)) or Format(names.kind_of(inner))
 
-    def parts_of_all(
-        self, files: Iterable[Unit], workers: int, note: Note = no_note
-    ) -> Iterator[tuple[Unit, Iterator[TextPart]]]:
+    def parts_of_all(self, files: Iterable[Unit], workers: int, note: Note = no_note) -> Iterator[tuple[Unit, Parts]]:
         """The parts of each file, in order. Files that other processes read are read ahead, several at a time."""
-        waiting: deque[tuple[Unit, Future[Iterator[TextPart]] | None]] = deque()
+        waiting: deque[tuple[Unit, Future[Parts] | None]] = deque()
         readers = isolated.Readers()
 
-        def first() -> tuple[Unit, Iterator[TextPart]]:
+        def first() -> tuple[Unit, Parts]:
             file, ahead = waiting.popleft()
             return file, self.parts(file, note, ahead.result() if ahead else None)
 
@@ -122,9 +120,8 @@ class Reading:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def parts(self, file: Unit, note: Note = no_note, ahead: Iterator[TextPart] | None = None) -> Iterator[TextPart]:
-        """The parts of all documents of a file; `ahead` are those of an isolated reader, if it has read the file.
-        `note` is called for what is skipped inside it."""
+    def parts(self, file: Unit, note: Note = no_note, ahead: Parts | None = None) -> Parts:
+        """The parts of all documents of a file, or those that were read ahead. `note` is called for what is skipped."""
         if isinstance(file, datasets.Slice):
             yield from records.rows(datasets.rows(file), self.text_column, note)
             return
@@ -144,7 +141,7 @@ class Reading:
         except OSError as error:
             raise unreadable(error) from None
 
-    def _read(self, stream: BinaryIO, name: str, note: Note, path: Path | None = None) -> Iterator[TextPart]:
+    def _read(self, stream: BinaryIO, name: str, note: Note, path: Path | None = None) -> Parts:
         """The parts of a file on disk, or inside an archive: then it has no path."""
         chosen = FORMATS.get(_suffix(name))
         if chosen is None:
@@ -166,7 +163,7 @@ class Reading:
                 found = isolated.read(copy, chosen.function, self.text_column, note)
         yield from self._or_as_it_stands(found, stream, chosen)
 
-    def _or_as_it_stands(self, parts: Iterator[TextPart], stream: BinaryIO, chosen: Format) -> Iterator[TextPart]:
+    def _or_as_it_stands(self, parts: Parts, stream: BinaryIO, chosen: Format) -> Parts:
         """The parts; or the whole file as text, if no column was named and it may be read as plain text."""
         is_empty = True
         try:
@@ -179,7 +176,7 @@ class Reading:
             stream.seek(0)
             yield from text.read(stream)
 
-    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Iterator[TextPart]:
+    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Parts:
         found = False
         for inner, content in packed.unpack(stream, name):
             place = f"{name}/{inner}"
@@ -203,15 +200,15 @@ def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
 
 
-def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = no_note) -> Iterator[TextPart]:
+def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = no_note) -> Parts:
     """Read with a function of data/readers, such as "pdf.read"."""
     module, name = function.split(".")
     reader = getattr(importlib.import_module(f".readers.{module}", __package__), name)
-    parts: Iterator[TextPart] = reader(stream, text_column, note) if module == "records" else reader(stream)
+    parts: Parts = reader(stream, text_column, note) if module == "records" else reader(stream)
     return parts
 
 
-def _own_parts(own: OwnReader, path: Path) -> Iterator[TextPart]:
+def _own_parts(own: OwnReader, path: Path) -> Parts:
     texts = own(path)
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise UserError(f"the reader for {path.suffix} gave {type(texts).__name__} for {path}; need a list of texts")

@@ -64,9 +64,7 @@ class TokenLayout:
 
     def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool, learn: bool = True) -> NDArray[Any]:
         """Tokens of one document from `first_position` on. All count as targets, or none; its first never does."""
-        positions = np.minimum(
-            np.arange(first_position, first_position + len(tokens), dtype=np.int64), self.max_position
-        )
+        positions = np.minimum(first_position + np.arange(len(tokens), dtype=np.int64), self.max_position)
         packed = tokens | (positions << self.token_bits) | (int(learn) << (self.token_bits + self.position_bits))
         if starts_document and len(packed):
             packed[0] = tokens[0]
@@ -107,10 +105,8 @@ class Shard(Settings):
 
     file: str = Field(pattern=r"^[a-z]+-[0-9]{5,}\.bin$")  # a plain name: an index must not lead out of its folder
     tokens: int = Field(ge=1)
-    # Of a file that another program wrote, to which there is a link: bytes before the first token, and when it was
-    # changed last, in nanoseconds.
-    offset: int = Field(0, ge=0)
-    modified: int | None = None
+    offset: int = Field(0, ge=0)  # bytes before the first token, if it is a link to a file of another program
+    modified: int | None = None  # when such a file was changed last, in nanoseconds
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -253,12 +249,9 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
 
 
 class TokenStream:
-    """All tokens of a split as one long array. Files are read, not mapped into memory: when a mapped file becomes
-    shorter, the process is killed (SIGBUS).
-
-    Opening it checks that every file is the one that the index describes, by its size and a checksum. The checksum is
-    computed once and remembered (`files.is_intact`).
-    """
+    """All tokens of a split as one long array. Opening it checks the size and the checksum of every file; checksums are
+    computed once and remembered (`files.is_intact`). Files are read, not mapped into memory: when a mapped file becomes
+    shorter, the process is killed (SIGBUS)."""
 
     def __init__(self, folder: Path, split: str, index: Index | None = None) -> None:
         self.folder, self.split = folder, split
@@ -305,13 +298,10 @@ class TokenStream:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _changed(self, shard: Shard) -> ShardError:
-        path = _name(self.folder / shard.file)
+        why = "is not what was written: its checksum differs from the index's; put it back, or prepare the data again"
         if shard.modified is not None:  # another program's
-            return ShardError(f"{path} has changed since it was first read; put it back, or begin a new run on it")
-        return ShardError(
-            f"{path} is not what was written: its checksum differs from the index's; put it back, or prepare the data "
-            "again"
-        )
+            why = "has changed since it was first read; put it back, or begin a new run on it"
+        return ShardError(f"{_name(self.folder / shard.file)} {why}")
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -27,7 +27,7 @@ from .. import __version__
 from ..files import UserError, checksum, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
 from .datasets import Slice
-from .documents import TextPart, Unreadable
+from .documents import Parts, Unreadable
 from .holding_out import FEW, SplitPiece, Survey, documents_of, limit_of, split_pieces
 from .readers.packed import is_packed
 from .reading import Reading, Unit
@@ -40,6 +40,7 @@ READERS = 2  # version of the readers: raise it when they give other text, so th
 TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
 MOST_LISTED = 1000  # skipped places inside the files of a task that are listed; all are counted
+COPY_TOKENS = 2**20  # at once
 USUAL_RATIO = 4  # of text to its compressed size, for progress bars
 REPORT, DONE = "task.json", "done.json"  # done.json has the checksums of the other files
 Advance = Callable[[int], None]  # called with the number of bytes that were read
@@ -77,7 +78,7 @@ class Source:
         if self.num_bytes > SMALL_BYTES:
             return self.num_bytes
         for file in self.files:
-            parts = reading.parts(file) if separator is None else cut_at(reading.parts(file), separator)
+            parts = cut_at(reading.parts(file), separator)
             survey, is_cut = Survey(), False
             with contextlib.suppress(Unreadable):
                 if separator is not None:
@@ -142,7 +143,7 @@ class Task:
         """All text of its files. `advance` is called with the bytes of files that were read, or about as many."""
         reading, number = settings.reading, itertools.count()
 
-        def choose(document: Iterator[TextPart]) -> Iterator[TextPart] | None:
+        def choose(document: Parts) -> Parts | None:
             reason, document = settings.cleaning.judge(document)
             reason = COPY if next(number) in self.copies else reason
             if reason is not None:
@@ -153,11 +154,10 @@ class Task:
         for file, found in reading.parts_of_all(self.files, workers, report.note):
             parts, cuts = report.unreadable(file, found), Counter[str]()
             by_block = self.source.by_block(file, reading, settings.val_fraction)
-            if settings.separator is not None:
-                parts = cut_at(parts, settings.separator, cuts)
-                if by_block:
-                    is_cut, parts = has_several(parts)
-                    by_block = not is_cut
+            parts = cut_at(parts, settings.separator, cuts)
+            if by_block and settings.separator is not None:
+                is_cut, parts = has_several(parts)
+                by_block = not is_cut
             report.by_block |= by_block
             parts, has_records = report.count_markers(file, parts), reading.format_of(file).has_records
             left = file.size
@@ -176,10 +176,7 @@ class Task:
         """The fingerprints of all its documents; zeros for a document that is left out anyway."""
         found, report = [], TaskReport(task=self)
         for file, parts in settings.reading.parts_of_all(self.files, workers):
-            parts = report.unreadable(file, parts)
-            if settings.separator is not None:
-                parts = cut_at(parts, settings.separator)
-            for document in documents_of(parts):
+            for document in documents_of(cut_at(report.unreadable(file, parts), settings.separator)):
                 reason, judged = settings.cleaning.judge(document)
                 found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
             advance(file.size)
@@ -239,7 +236,7 @@ class TaskReport(Findings):
         if place and len(self.inside) < MOST_LISTED:
             self.inside.append([place, reason])
 
-    def unreadable(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    def unreadable(self, file: Unit, parts: Parts) -> Parts:
         """The parts of a file up to where it cannot be read, which is reported."""
         found = False
         try:
@@ -254,7 +251,7 @@ class TaskReport(Findings):
             else:
                 self.skip(file, str(reason))
 
-    def count_markers(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    def count_markers(self, file: Unit, parts: Parts) -> Parts:
         found = Counter[str]()
         yield from count_markers(parts, found)
         for marker, count in found.items():
@@ -359,12 +356,8 @@ def merge_tasks(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[st
     sources: dict[str, Findings] = {}
     for task, folder in zip(tasks, folders, strict=True):
         for split, writer in writers.items():
-            _copy(folder / f"{split}.bin", writer)
+            with (folder / f"{split}.bin").open("rb") as stream:
+                while data := stream.read(COPY_TOKENS * writer.layout.dtype.itemsize):
+                    writer.write(np.frombuffer(data, writer.layout.dtype))
         sources.setdefault(task.source.name, Findings()).add(read_json(folder / REPORT))
     return sources
-
-
-def _copy(path: Path, writer: ShardWriter, block_tokens: int = 2**20) -> None:
-    with path.open("rb") as stream:
-        while data := stream.read(block_tokens * writer.layout.dtype.itemsize):
-            writer.write(np.frombuffer(data, writer.layout.dtype))

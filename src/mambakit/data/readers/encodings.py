@@ -32,10 +32,8 @@ HEAD_BYTES = 2**10  # of plain text, in which it may declare its encoding
 DECLARED_WITHIN = 2**12  # bytes of HTML and XML, likewise
 
 MARKS = {  # UTF-32 first: one of its marks begins with that of UTF-16
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))  # control characters that text does not have
 CLEAN_SHARE = 16  # text with NULs has at most one such control character in so many bytes
@@ -109,16 +107,14 @@ class Encoding(NamedTuple):
 
 
 def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None = None) -> Encoding:
-    """The encoding of a whole file. Raises Unreadable if there is none.
-
-    With `least_wrong` or `is_markup`, a mostly right file is accepted, and its wrong bytes become U+FFFD. With
-    `least_wrong`, the encoding is guessed only if so many bytes are wrong in UTF-8.
-    """
+    """The encoding of a whole file. Raises Unreadable if there is none. With `least_wrong` or `is_markup`, a mostly
+    right file is accepted, and its wrong bytes become U+FFFD. With `least_wrong`, the encoding is guessed only if so
+    many bytes are wrong in UTF-8."""
     stream.seek(0)
     head = stream.read(SAMPLE_BYTES)
     mends = is_markup or least_wrong is not None
-    for mark, codec in MARKS.items():
-        if head.startswith(mark):
+    for codec, marks in MARKS.items():
+        if head.startswith(marks):
             return _checked(stream, codec, mends, "unknown encoding")
     declared = _declared(head, is_markup)
     has_nul = b"\0" in head
@@ -142,7 +138,7 @@ def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None =
         wrong, other = _count_wrong(stream, Encoding(declared, "replace"))
         if wrong * DAMAGED_SHARE <= other:
             return Encoding(declared, "replace")
-    return _neither_ascii_nor_unicode(stream, utf8.fault, declared, is_markup, least_wrong)
+    return _guessed(stream, utf8.fault, declared, is_markup, least_wrong)
 
 
 def _checked(stream: BinaryIO, codec: str, mends: bool, reason: str) -> Encoding:
@@ -152,9 +148,8 @@ def _checked(stream: BinaryIO, codec: str, mends: bool, reason: str) -> Encoding
     return Encoding(codec, "strict" if seen.fault is None else "replace")
 
 
-def _neither_ascii_nor_unicode(
-    stream: BinaryIO, fault: int, declared: str, is_markup: bool, least_wrong: int | None
-) -> Encoding:
+def _guessed(stream: BinaryIO, fault: int, declared: str, is_markup: bool, least_wrong: int | None) -> Encoding:
+    """The encoding of a file that is neither ASCII nor Unicode."""
     sample = _sample(stream, fault)
     mends = is_markup or least_wrong is not None
     wrong, other = _count_wrong(stream if mends else io.BytesIO(sample), Encoding("utf-8-sig", "replace"))
@@ -174,8 +169,7 @@ def _neither_ascii_nor_unicode(
 
 
 def pieces(stream: BinaryIO, encoding: Encoding) -> Iterator[str]:
-    """All text from the beginning of the file, without NULs and with \\n for newlines; a piece is never empty. Raises
-    UnicodeError."""
+    """All text of a file, without NULs and with \\n for newlines; a piece is never empty. Raises UnicodeError."""
     stream.seek(0)
     decode = codecs.getincrementaldecoder(encoding.codec)(encoding.errors)
     decoder = io.IncrementalNewlineDecoder(decode, translate=True)
@@ -327,11 +321,9 @@ def _guesses(sample: bytes) -> Iterator[str]:
 
 def _is_unclear(text: str) -> bool:
     """Whether the letters belong to no language. Other signs tell nothing."""
-    return _share_of_a_language("".join(each for each in text[:JUDGED_CHARACTERS] if not _is_sign(each))) < UNCLEAR
-
-
-def _is_sign(character: str) -> bool:
-    return not (character.isascii() or character.isalpha() or character in PUNCTUATION or character in THAI)
+    known = PUNCTUATION | THAI
+    letters = (each for each in text[:JUDGED_CHARACTERS] if each.isascii() or each.isalpha() or each in known)
+    return _share_of_a_language("".join(letters)) < UNCLEAR
 
 
 def _share_of_a_language(text: str) -> float:

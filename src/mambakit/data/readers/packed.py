@@ -7,7 +7,6 @@ limited, in bytes and in relation to the packed size. So is the size of an archi
 from __future__ import annotations
 
 import bz2
-import contextlib
 import io
 import lzma
 import tarfile
@@ -20,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, cast
 
 from ...files import pip_command
-from ..documents import Unreadable
+from ..documents import Unreadable, broken
 
 MEMBER_BYTES = 2**32  # largest unpacked size of a file or member
 RATIO = 200  # most unpacked bytes for each byte of the file, beyond FREE_BYTES
@@ -60,10 +59,8 @@ def inner_name(name: str) -> str:
 
 
 def unpack(stream: BinaryIO, name: str) -> Iterator[Unpacked]:
-    """The contents of a compressed file or an archive, sorted by name: (name, stream), or (name, why it is skipped).
-
-    A stream is seekable, and open until the next one is read. Raises Unreadable if nothing more can be read.
-    """
+    """The contents of a compressed file or an archive, sorted by name: (name, stream), or (name, why it is skipped). A
+    stream is seekable, and open until the next one is read. Raises Unreadable if nothing more can be read."""
     budget = _Budget(stream)
     suffix, name = _suffix(name), inner_name(name)
     if suffix not in COMPRESSED:
@@ -203,7 +200,7 @@ class _Careful:
 def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacked]:
     """The members of an archive. Hidden files and folders are skipped."""
     careful = cast(BinaryIO, _Careful(stream))
-    with _broken_archive():
+    with broken("archive"):
         found = sorted(_list_zip(careful) if suffix == ".zip" else _list_tar(careful), key=lambda member: member[0])
     for name, reason, start in found:
         if reason or is_archive(name):
@@ -223,19 +220,8 @@ def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacke
             yield inner_name(name), inner
 
 
-@contextlib.contextmanager
-def _broken_archive() -> Iterator[None]:
-    """The many kinds of errors that zipfile and tarfile raise for wrong bytes, as Unreadable."""
-    try:
-        yield
-    except Unreadable:
-        raise
-    except Exception:
-        raise Unreadable("broken archive") from None
-
-
 def _blocks(start: Start) -> Iterator[bytes]:
-    with _broken_archive(), start() as member:
+    with broken("archive"), start() as member:
         while block := member.read(READ_BYTES):
             yield block
 

@@ -15,11 +15,11 @@ import math
 import re
 import statistics
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, TextPart, Unreadable
 
 LARGEST_WORK = 2**25  # characters and drawn objects of a document: seconds to minutes
 WORK_OF_PAGE = 2**7  # in the same unit, for any page
@@ -53,7 +53,7 @@ class TextRun:
     turn: int = 0  # quarters, as _turned has them
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file, a part for a page. Pages that are broken or without text are skipped."""
     import pypdfium2
 
@@ -275,9 +275,8 @@ def _paragraphs(rows: Sequence[TextRun]) -> str:
             joins = flows[at] and (is_full[at] or goes_on) and not _begins(below, row, start)
             joins |= goes_on and is_full[at] and row.text[-1] in HYPHENS
         else:  # the next column, or a line that is set apart
-            joins = (
-                goes_on and is_full[at] and (_is_below(below, row) or (below.base > row.base and _is_alike(below, row)))
-            )
+            is_next = _is_below(below, row) or (below.base > row.base and _is_alike(below, row))
+            joins = goes_on and is_full[at] and is_next
         if joins:
             text[-1], between = _without_hyphen(text[-1], below.text)
             text.append(between + below.text)
@@ -303,10 +302,8 @@ def _is_full(rows: Sequence[TextRun], at: int, within: tuple[int, int]) -> bool:
     row, below = rows[at], rows[at + 1]
     if row.right - row.left < NARROW * row.height or CELLS.match(row.text) or CELLS.match(below.text):
         return False
-    around = rows[max(within[0], at - 40) : min(within[1], at + 40)]
-    rights = sorted(
-        each.right for each in around if abs(each.left - row.left) < 3 * row.height and _is_alike(each, row)
-    )
+    near = rows[max(within[0], at - 40) : min(within[1], at + 40)]
+    rights = sorted(each.right for each in near if abs(each.left - row.left) < 3 * row.height and _is_alike(each, row))
     margin = rights[int(0.9 * (len(rights) - 1))]
     word = len(below.text.split(maxsplit=1)[0]) if not _is_cjk(below.text) else 1
     return row.right + (below.right - below.left) * (word + 0.5) / len(below.text) > margin

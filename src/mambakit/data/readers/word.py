@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, BinaryIO, cast
 
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, Unreadable
 from .xml import events, parts
 
 LARGEST_ENTRY = 2**28  # bytes, unpacked
@@ -25,7 +25,7 @@ PYTHON_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Typ
 SIGNS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file, in parts: its body, and then its notes."""
     start = stream.read(OLE_WITHIN)
     if start.startswith(OLE):

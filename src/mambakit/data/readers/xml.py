@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 from ...files import pip_command
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, TextPart, Unreadable
 from . import encodings
 from .html import CONTROLS, SPACE
 
@@ -150,7 +150,7 @@ class _Open:
         return sum(len(text) + OVERHEAD for text in texts)
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file, in parts."""
     return parts(_lines(stream))
 
@@ -177,7 +177,7 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
     yield from opened[0].lines()
 
 
-def parts(lines: Iterable[str]) -> Iterator[TextPart]:
+def parts(lines: Iterable[str]) -> Parts:
     """A document of these lines, in parts of about a megabyte, with at most one blank line between two others."""
     last, waiting, held, size = "", [""], 0, 0
     for line in lines:
