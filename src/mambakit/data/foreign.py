@@ -52,7 +52,7 @@ class TokenFile:
     offset: int = 0  # bytes before the first
     is_packed: bool = False  # in the layout of our own shards
     ends: NDArray[np.int64] | None = None  # of documents, if the file says so
-    told_split: str | None = None  # instead of the one its name says
+    given_split: str | None = None  # instead of the one its name says
 
     @classmethod
     def all_of(cls, path: Path, dtype: Any, **fields: Any) -> TokenFile:
@@ -68,8 +68,8 @@ class TokenFile:
 
     @property
     def split(self) -> str:
-        if self.told_split is not None:
-            return self.told_split
+        if self.given_split is not None:
+            return self.given_split
         return "val" if re.match(r"(val|valid|validation|test)([^a-z]|$)", self.path.stem.lower()) else "train"
 
     def packed(self, layout: TokenLayout, end_token: int) -> Iterator[NDArray[Any]]:
@@ -121,7 +121,7 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
     if shards.is_shards(folder):
         say(f"the shards of these tokens are in {folder} already")
         return folder
-    files = [dataclasses.replace(_open(path, kind, vocabulary), told_split=split) for path in sorted(paths)]
+    files = [dataclasses.replace(_open(path, kind, vocabulary), given_split=split) for path in sorted(paths)]
     layout = LAYOUTS["packed32" if vocabulary <= 2**16 else "wide64"]
     if layout.name == "wide64" and any(file.is_packed for file in files):
         raise UserError(f"the tokenizer has {vocabulary} ids, more than the packed layout holds; name their own one")

@@ -152,13 +152,7 @@ def _blocks(document: Iterable[TextPart], name: str, limit: float) -> Iterator[t
 
 def _mark(parts: Iterable[tuple[str, bool, bytes]]) -> Iterator[tuple[SplitPiece, bytes]]:
     """Mark where documents start and end: also where the split changes."""
-    before: tuple[str, bool, bytes] | None = None
-    starts = True
-    for part in parts:
-        if before is not None:
-            ends = part[0] != before[0]
-            yield SplitPiece(before[0], before[1], starts, ends), before[2]
-            starts = ends
-        before = part
-    if before is not None:
-        yield SplitPiece(before[0], before[1], starts, True), before[2]
+    starts, nothing = True, ("", True, b"")
+    for (split, learn, data), (following, *_) in itertools.pairwise(itertools.chain(parts, [nothing])):
+        yield SplitPiece(split, learn, starts, following != split), data
+        starts = following != split

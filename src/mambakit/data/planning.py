@@ -207,7 +207,7 @@ def _without_copies(job: PrepareJob, val_fraction: float, cut: list[Task], work:
 
 
 def _kept_prints(path: Path) -> Prints | None:
-    """None where there are none, or damaged ones."""
+    """The fingerprints that a file holds; None if it is missing or damaged."""
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):

@@ -1,4 +1,4 @@
-"""What was found in the sources: prepare.json, the `sources` of index.json, and what is said of it."""
+"""The report on the sources: prepare.json, the `sources` of index.json, and messages."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Reading:
                 return
             with file.path.open("rb") as stream:
                 if ahead is not None:
-                    yield from self._or_as_it_stands(ahead, stream, FORMATS[_suffix(file.name)])
+                    yield from self._or_as_text(ahead, stream, FORMATS[_suffix(file.name)])
                 elif not packed.is_packed(file.name):
                     yield from self._read(stream, file.name, note, file.path)
                 elif _suffix(packed.inner_name(file.name)) in LINES:
@@ -161,9 +161,9 @@ class Reading:
                 shutil.copyfileobj(stream, copy)
                 copy.flush()
                 found = isolated.read(copy, chosen.function, self.text_column, note)
-        yield from self._or_as_it_stands(found, stream, chosen)
+        yield from self._or_as_text(found, stream, chosen)
 
-    def _or_as_it_stands(self, parts: Parts, stream: BinaryIO, chosen: Format) -> Parts:
+    def _or_as_text(self, parts: Parts, stream: BinaryIO, chosen: Format) -> Parts:
         """The parts; or the whole file as text, if no column was named and it may be read as plain text."""
         is_empty = True
         try:

@@ -112,21 +112,21 @@ def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None =
     many bytes are wrong in UTF-8."""
     stream.seek(0)
     head = stream.read(SAMPLE_BYTES)
-    mends = is_markup or least_wrong is not None
+    is_lenient = is_markup or least_wrong is not None
     for codec, marks in MARKS.items():
         if head.startswith(marks):
-            return _checked(stream, codec, mends, "unknown encoding")
+            return _checked(stream, codec, is_lenient, "unknown encoding")
     declared = _declared(head, is_markup)
     has_nul = b"\0" in head
     is_clean = not has_nul or len(head) - len(head.translate(None, CONTROLS)) <= len(head) // CLEAN_SHARE
     utf8 = _look(stream, "utf-8-sig") if is_clean else _Look(fault=0)
-    if utf8.is_blank and not mends:
+    if utf8.is_blank and not is_lenient:
         raise Unreadable("empty")
     if utf8.fault is not None and has_nul:
         wide = _without_mark(head)
         if wide and (not is_markup or "<" in head.decode(wide, "ignore")):
-            return _checked(stream, wide, mends, "binary")
-        if not mends:
+            return _checked(stream, wide, is_lenient, "binary")
+        if not is_lenient:
             raise Unreadable("binary")
         utf8 = _look(stream, "utf-8-sig")
     is_right = bool(is_markup and declared) and _look(stream, declared).fault is None  # what the file declares
@@ -141,9 +141,9 @@ def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None =
     return _guessed(stream, utf8.fault, declared, is_markup, least_wrong)
 
 
-def _checked(stream: BinaryIO, codec: str, mends: bool, reason: str) -> Encoding:
+def _checked(stream: BinaryIO, codec: str, is_lenient: bool, reason: str) -> Encoding:
     seen = _look(stream, codec)
-    if not mends and (seen.is_blank or seen.fault is not None):
+    if not is_lenient and (seen.is_blank or seen.fault is not None):
         raise Unreadable("empty" if seen.is_blank else reason)
     return Encoding(codec, "strict" if seen.fault is None else "replace")
 
@@ -151,17 +151,17 @@ def _checked(stream: BinaryIO, codec: str, mends: bool, reason: str) -> Encoding
 def _guessed(stream: BinaryIO, fault: int, declared: str, is_markup: bool, least_wrong: int | None) -> Encoding:
     """The encoding of a file that is neither ASCII nor Unicode."""
     sample = _sample(stream, fault)
-    mends = is_markup or least_wrong is not None
-    wrong, other = _count_wrong(stream if mends else io.BytesIO(sample), Encoding("utf-8-sig", "replace"))
+    is_lenient = is_markup or least_wrong is not None
+    wrong, other = _count_wrong(stream if is_lenient else io.BytesIO(sample), Encoding("utf-8-sig", "replace"))
     if 2 * wrong <= other or wrong < (least_wrong or 0):
-        if mends:
+        if is_lenient:
             return Encoding("utf-8-sig", "replace")
         raise Unreadable("damaged UTF-8")  # a one-byte encoding would decode it, to nonsense
     samples = [_outside_tags(sample), sample] if is_markup else [sample]
     if sample[-1] > 0x7F:  # it may end inside a character
         samples += [sample[:-size] for size in (1, 2, 3)]
-    says = declared and not is_markup and not _is_unclear(sample.decode(declared, "replace"))
-    hints = [declared] if says else []
+    is_declared = declared and not is_markup and not _is_unclear(sample.decode(declared, "replace"))
+    hints = [declared] if is_declared else []
     for guess in itertools.chain(hints, *map(_guesses, samples)):
         if _look(stream, guess).fault is None:
             return Encoding(guess)

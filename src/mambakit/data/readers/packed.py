@@ -184,7 +184,7 @@ def _decompressor(suffix: str) -> Callable[[], Any]:
     return lambda: zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
 
 
-class _Careful:
+class _LimitedReads:
     """A stream that limits each read: zipfile and tarfile read as much at once as an archive says."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -199,9 +199,9 @@ class _Careful:
 
 def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacked]:
     """The members of an archive. Hidden files and folders are skipped."""
-    careful = cast(BinaryIO, _Careful(stream))
+    list_members = _list_zip if suffix == ".zip" else _list_tar
     with broken("archive"):
-        found = sorted(_list_zip(careful) if suffix == ".zip" else _list_tar(careful), key=lambda member: member[0])
+        found = sorted(list_members(cast(BinaryIO, _LimitedReads(stream))), key=lambda member: member[0])
     for name, reason, start in found:
         if reason or is_archive(name):
             yield name, reason or "an archive inside an archive"

@@ -95,7 +95,7 @@ def open_zip(stream: BinaryIO) -> zipfile.ZipFile:
 
 
 def open_entry(archive: zipfile.ZipFile, name: str, limit: int) -> BinaryIO:
-    """A file inside a zip file, which can be read and searched. Reading more than `limit` bytes raises Unreadable."""
+    """A file inside a zip file, with `read`, `seek` and `tell`. Reading more than `limit` bytes raises Unreadable."""
     with _broken_zip():
         if archive.getinfo(name).flag_bits & 1:
             raise Unreadable("encrypted")
@@ -103,11 +103,12 @@ def open_entry(archive: zipfile.ZipFile, name: str, limit: int) -> BinaryIO:
 
 
 class _Entry:
+    """A file inside a zip file, unpacked as it is read. To go back, it is unpacked again."""
+
     def __init__(self, unpacked: IO[bytes], limit: int) -> None:
         self.unpacked, self.limit, self.tell = unpacked, limit, unpacked.tell
 
     def seek(self, offset: int) -> int:
-        """Seek anywhere; to go back, the entry is unpacked again."""
         with _broken_zip():
             return self.unpacked.seek(offset)
 

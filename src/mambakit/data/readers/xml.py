@@ -63,9 +63,9 @@ def events(stream: BinaryIO) -> Iterator[Event]:
         from lxml import etree
     except ImportError:
         raise Unreadable(f"needs lxml: {pip_command('documents')}") from None
-    met = _Events()
+    found = _Events()
     parser = etree.XMLParser(
-        target=met, encoding="utf-8", resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False
+        target=found, encoding="utf-8", resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False
     )
     depth, reason = 0, ""
     for number, block in enumerate(itertools.chain(_blocks(stream), [""])):
@@ -78,12 +78,12 @@ def events(stream: BinaryIO) -> Iterator[Event]:
                 parser.close()
         except (etree.LxmlError, ValueError):
             reason = "broken XML"
-        for event in met:
+        for event in found:
             depth += (event.kind == "start") - (event.kind == "end")
             if depth > DEEPEST:
                 raise Unreadable("nested too deep")
             yield event
-        met.clear()
+        found.clear()
         if reason:
             raise Unreadable(reason)
 
