@@ -148,10 +148,10 @@ def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["val.bin", "valid_00.bin", "test-1.npy", "validation.bin"])
 def test_some_names_are_for_validation(name: str, tmp_path: Path) -> None:
-    array = np.zeros(3, np.uint16)
-    assert foreign.TokenFile(tmp_path / name, "plain", array).split == "val"
+    numbers = (np.dtype(np.uint16), 3)
+    assert foreign.TokenFile(tmp_path / name, *numbers).split == "val"
     for other in ("values.bin", "testimony.npy", "train.bin", "my_val.bin"):
-        assert foreign.TokenFile(tmp_path / other, "plain", array).split == "train"
+        assert foreign.TokenFile(tmp_path / other, *numbers).split == "train"
 
 
 def test_files_are_sources_of_a_mix(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -227,7 +228,7 @@ def test_noise_is_no_text_in_any_format() -> None:
 
 
 def test_a_mark_alone_is_an_empty_file() -> None:
-    for mark in (b"\xef\xbb\xbf", *encodings.MARKS):
+    for mark in (b"\xef\xbb\xbf", *itertools.chain(*encodings.MARKS.values())):
         for read, reason in (
             (text.read, "empty"),
             (records.csv_, "empty"),
