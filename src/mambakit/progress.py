@@ -150,44 +150,37 @@ class _Lenient:
 @contextlib.contextmanager
 def progress(what: str, total: float, unit: str, scale: float = 1.0) -> Iterator[Callable[[float], None]]:
     """Gives a function to call with each amount done. `unit` is what `scale` of it is called: MB, with 1e6 bytes."""
-    begin, done = time.monotonic(), 0.0
+    begin = last = time.monotonic()
+    done = 0.0
 
     def rate() -> str:
         return f"{done / scale / max(time.monotonic() - begin, 1e-9):,.1f} {unit}/s"
 
     screen = console()
-    if screen.is_terminal:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}", markup=False),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=screen, transient=False) as bar:
-            task = bar.add_task(printable(what), total=total, rate="")
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}", markup=False),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen) if screen.is_terminal else contextlib.nullcontext() as bar:
+        task = bar.add_task(printable(what), total=total, rate="") if bar is not None else None
 
-            def advance(amount: float) -> None:
-                nonlocal done
-                done += amount
+        def advance(amount: float) -> None:
+            nonlocal done, last
+            done += amount
+            now = time.monotonic()
+            if bar is not None and task is not None:
                 bar.update(task, completed=done, rate=rate())
+            elif now - last >= SECONDS_BETWEEN_LINES:
+                last = now
+                left = (now - begin) / done * max(total - done, 0) if done else 0
+                say(f"{what}: {done / max(total, 1e-9):.0%}, {rate()}, {duration(left)} left")
 
-            yield advance
-        return
-
-    last = begin
-
-    def advance_in_lines(amount: float) -> None:
-        nonlocal done, last
-        done += amount
-        now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            left = (now - begin) / done * max(total - done, 0) if done else 0
-            say(f"{what}: {done / max(total, 1e-9):.0%}, {rate()}, {duration(left)} left")
-
-    yield advance_in_lines
-    say(f"{what}: done in {duration(time.monotonic() - begin)}, {rate()}")
+        yield advance
+    if bar is None:
+        say(f"{what}: done in {duration(time.monotonic() - begin)}, {rate()}")
 
 
 def duration(seconds: float) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from .config import read_run_config
-from .files import UserError
+from .files import UserError, json_lines
 
 
 def verify(path: Path) -> Iterator[str]:
@@ -61,19 +60,14 @@ def _verify_metrics(path: Path, saved_step: int) -> Iterator[str]:
         yield f"{path} is missing"
         return
     steps: set[int] = set()
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            step = record.get("step") if isinstance(record, dict) else None
-            if not isinstance(record, dict) or not isinstance(step, int):
-                yield f"{path}: line {number} is no record of a step"
-            elif record.get("type") == "train":
-                if step in steps:
-                    yield f"{path}: step {step} is there twice"
-                steps.add(step)
+    for number, record in enumerate(json_lines(path), 1):
+        step = record.get("step") if record is not None else None
+        if record is None or not isinstance(step, int):
+            yield f"{path}: line {number} is no record of a step"
+        elif record.get("type") == "train":
+            if step in steps:
+                yield f"{path}: step {step} is there twice"
+            steps.add(step)
     last = max(steps, default=0)
     if steps and min(steps) < 1:
         yield f"{path}: step {min(steps)} is no step of a run"

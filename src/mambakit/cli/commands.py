@@ -303,10 +303,9 @@ def generate(
     if stream:
         pieces = loaded.stream(prompts[0], **options)
         first = next(pieces, "")  # a mistake is told before anything is printed
-        sys.stdout.write(bold(prompts[0]))
+        write(bold(prompts[0]))
         for piece in itertools.chain([first], pieces):
-            sys.stdout.write(for_stdout(piece))
-            sys.stdout.flush()
+            write(for_stdout(piece))
         print_line("")
         return 0
     texts = loaded.generate(prompts, **options)
@@ -351,10 +350,9 @@ def report(
       mambakit report run
       mambakit report run tuned --out both.html
     """
-    from ..progress import for_stdout
     from ..reporting import report as draw
 
-    print_line(for_stdout(f"written to {draw(run, out)}"))
+    print_line(f"written to {draw(run, out)}")
     return 0
 
 
