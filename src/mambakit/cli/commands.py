@@ -119,7 +119,6 @@ def _part(task: str) -> tuple[int, int]:
 def train(
     config: Annotated[Positional[Path | None], flag(metavar="[CONFIG.yaml|.json]")] = None,
     /,
-    *,
     data: Annotated[Words, UseAppendAction, flag(metavar="PATH")] = (),
     model: Annotated[str | None, flag("a model by name, such as tiny, small or mamba2-130m", "PRESET")] = None,
     recipe: Annotated[str | None, flag("default, fast, careful, laptop, or paper-130m … paper-1.4b", "NAME")] = None,
@@ -168,8 +167,7 @@ def train(
     from ..training.run import train_layers
     from ..training.stopping import STOPPED_AFTER_SAVING
 
-    going_on: str | bool = False if resume is None else resume[0] if resume else True
-    result = train_layers(layers, out=out, resume=going_on, init_from=init_from)
+    result = train_layers(layers, out=out, resume=resume is not None and (resume or (True,))[0], init_from=init_from)
     if json:
         reached = {name: getattr(result, name) for name in ("step", "total_steps", "best_loss", "stopped_by")}
         print_json({"run": str(result.folder), **reached, "checkpoint": str(result.checkpoint)})
@@ -394,7 +392,6 @@ def verify(
 def bench_ops(
     name: Annotated[Positional[tuple[str, ...]], flag(metavar="[NAME ...]")] = (),
     /,
-    *,
     shape: Annotated[tuple[str, ...], UseAppendAction, flag(SHAPE_HELP, "B32,L2048,…")] = (),
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
     documents: Annotated[int | None, flag(metavar="INT")] = None,
@@ -425,7 +422,6 @@ def bench_ops(
 
 
 def bench_train(
-    *,
     model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]")],
     batch_rows: Annotated[int | None, flag(metavar="INT")] = None,
     length: Annotated[int | None, flag("tokens of a row; unless set, 2048 on a CUDA GPU, 256 elsewhere", "INT")] = None,
