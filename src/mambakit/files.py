@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: folders that appear by renaming, checksums, locks. Imports no torch."""
+"""Files and folders that are written completely or not at all, checksums, locks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SETTLED_SECONDS = 2  # a file changed twice within a tick of its disk's clock lo
 
 
 class UserError(ValueError):
-    """A person's mistake, or something on their machine that only they can mend. Told in one message."""
+    """A mistake of the user, or a problem that only they can solve. Shown as one message."""
 
 
 class RunError(RuntimeError):
-    """Work that cannot go on, by nobody's mistake in a command. Told in one message; the exit status is 1."""
+    """Work that cannot go on, though the command is right. Shown as one message; the exit status is 1."""
 
 
 class NoSpaceError(OSError):
@@ -141,7 +141,7 @@ def remember_intact(path: Path, before: os.stat_result, sha256: str) -> None:
     """Keep the checksum of a file for `is_intact`. `before` is `path.stat()` before it was read: nothing is kept if the
     file was changed since, or so shortly before that a further change might not show."""
     memory = _memory_of(path)
-    with contextlib.suppress(OSError):  # what cannot be kept is read again
+    with contextlib.suppress(OSError):  # without it, the file is read again
         changed = max(before.st_mtime, before.st_ctime)
         if _remembered(path.stat(), sha256) != _remembered(before, sha256) or time.time() - changed < SETTLED_SECONDS:
             return
@@ -190,7 +190,7 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target)
         beside = target.parent / f"{_partial(target)}{secrets.token_hex(4)}"
-        beside.mkdir()  # open to whom the person's other folders are
+        beside.mkdir()  # with the usual permissions of the user
         with contextlib.ExitStack() as held:
             held.enter_context(lock(beside / ".lock"))
             yield beside
@@ -235,7 +235,7 @@ def _partial(target: Path) -> str:
 
 
 def remove_abandoned(target: Path) -> None:
-    """Take away what a killed process left beside `target`: its lock is free, since the kernel released it."""
+    """Remove what a killed process left beside `target`: its lock is free, since the kernel released it."""
     for folder in target.parent.glob(f"{glob.escape(_partial(target))}*"):
         with contextlib.suppress(UserError, OSError):
             held = folder / ".lock"

@@ -1,4 +1,4 @@
-"""Meters: how long calls take on a device, how fast it copies, and with what it was measured."""
+"""Measures how long calls take on a device and how fast it copies, and describes the machine."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def time_calls(
 
 
 def _flusher(function: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Writes a buffer as often as covers the time that the host takes to make the call."""
+    """A function that writes a buffer so often that it takes as long as the host needs for the call."""
     buffer = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
     buffer.zero_()
     one = min(time_once(buffer.zero_, device) for _ in range(3))

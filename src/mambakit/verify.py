@@ -1,4 +1,4 @@
-"""Whether a shard folder, a checkpoint or a run is what was written, and whether a model folder can be used."""
+"""Checks that a shard folder, a checkpoint or a run is as it was written, and that a model folder can be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .files import UserError, json_lines
 
 
 def verify(path: Path) -> Iterator[str]:
-    """Everything that is wrong with what lies at `path`, a line each."""
+    """The problems of what is at `path`, one line each."""
     from .data import shards
 
     if shards.is_shards(path):
@@ -42,7 +42,7 @@ def verify(path: Path) -> Iterator[str]:
 
 
 def _verify_model(path: Path) -> Iterator[str]:
-    """A model folder has no checksums: whether it opens, and its weights are numbers."""
+    """A model folder has no checksums: it must open, and its weights must be finite."""
     from .checkpoint import load
 
     try:

@@ -1,4 +1,4 @@
-"""The command line: which command was asked for, and how it ended."""
+"""The command line: finds the command, runs it, and turns errors into messages and an exit status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # a person has closed it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # text that the terminal has no letters for is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show is no reason to fail
             stream.reconfigure(errors="replace")
     if arguments == ["--version"]:
         print_line(f"mambakit {__version__}")

@@ -1,4 +1,4 @@
-"""Flags for settings, made of the fields that config declares; and what was typed, as settings."""
+"""Flags for settings, made from the fields of the config; and what was typed, as settings."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Baseline:
 
 
 def open_baseline(name: str) -> Baseline:
-    """All that can be wrong with a baseline is told before anything is evaluated. Its weights are not read yet."""
+    """Open a baseline without its weights. Its problems are reported before anything is evaluated."""
     if name == GZIP:
         return Baseline(name)
     if not Path(name).exists() and difflib.get_close_matches(name.lower(), [GZIP], cutoff=0.7):

@@ -26,8 +26,8 @@ from ..progress import progress, say
 from .scoring import Result, Score
 
 BLOCK = 2**20  # tokens that are looked at in one go
-LARGEST_EXPONENT = 700.0  # a perplexity beyond exp(700) is none that can be written
-LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not give back the text that it was given
+LARGEST_EXPONENT = 700.0  # exp of more would overflow
+LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not decode to its input
 
 
 @dataclass(frozen=True)
