@@ -35,8 +35,7 @@ GZIP = "gzip"
 def evaluate_model(
     name: str, model: MambaLM, text: EvaluatedText, dtype: torch.dtype, rows: int, window: int | None
 ) -> Result:
-    total = int(sum(end - begin for begin, end in text.ranges))
-    with progress(f"evaluating {name}", total, "tokens") as advance:
+    with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
         batches = lanes(text.stream, text.ranges, rows, LENGTH, window)
         found = score(model, batches, dtype=dtype, after_batch=advance)
     return text.result(name, found, window)
@@ -44,7 +43,7 @@ def evaluate_model(
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something to stand beside the model: gzip, or a folder that has all that its model needs."""
+    """What the model is compared with: gzip, or a folder that has all that its model needs."""
 
     name: str
     folder: Path = Path()
@@ -54,7 +53,7 @@ class Baseline:
 
 
 def open_baseline(name: str) -> Baseline:
-    """All that can be wrong with a baseline is told before anything is evaluated. Its weights are not read yet."""
+    """Open a baseline without its weights. Its problems are reported before anything is evaluated."""
     if name == GZIP:
         return Baseline(name)
     if not Path(name).exists() and difflib.get_close_matches(name.lower(), [GZIP], cutoff=0.7):
@@ -100,7 +99,9 @@ def in_tokens_of(baseline: Baseline, text: EvaluatedText, stack: ExitStack) -> E
         else:
             stream = encode_again(text, baseline.tokenizer, stack)
         _check_bytes(baseline.name, stream.counts.bytes, text.all_bytes)
-        same = EvaluatedText(stream, document_ranges(stream), baseline.tokenizer).same_as(text)
+        same = EvaluatedText(stream, document_ranges(stream), baseline.tokenizer)
+        # Figures are of the same bytes and words.
+        same.all_bytes, same.num_bytes, same.num_words = text.all_bytes, text.num_bytes, text.num_words
     if baseline.num_ids is not None:
         check_ids(baseline.name, same.stream, baseline.num_ids)
     return same
@@ -213,8 +214,7 @@ def _evaluate_foreign(
         window or BASELINE_CONTEXT, getattr(model.config, "max_position_embeddings", None) or BASELINE_CONTEXT
     )
     loss_sum, targets = 0.0, 0
-    total = int(sum(end - begin for begin, end in text.ranges))
-    with progress(f"evaluating {name}", total, "tokens") as advance:
+    with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
         for begin, end in text.ranges:
             for at in range(begin, end - 1, context):
                 packed = text.stream.read(at, min(end, at + context + 1))
