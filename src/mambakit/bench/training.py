@@ -152,7 +152,7 @@ def measure_training(
     speeds: list[TrainingSpeed] = []
     for plan in plans:
         try:
-            speed = _measure_steps(plan, is_first=not speeds)
+            speed = measure_steps(plan, is_first=not speeds)
         except Exception as error:
             if plan.implementation != "mambakit":  # whatever error a peer has, the other models are still measured
                 yield common.failed_part(plan.implementation, plan.name, error)
@@ -179,7 +179,7 @@ def _check_counts(*, least: int = 1, **settings: int | None) -> None:
             raise ConfigError(f"{setting}={value}: need a whole number of at least {least}")
 
 
-def _measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
+def measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
     """Build a model and train it: a first step, the ceilings, warm-up, the timed steps, the ceilings again."""
     started = time.perf_counter()
     torch.manual_seed(0)
