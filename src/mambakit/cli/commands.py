@@ -217,7 +217,7 @@ def evaluate(
     Args:
       data: a folder of shards, files and folders of text, or files of tokens (.bin, .npy)
       baseline: put beside it, on the same bytes: gzip, a model folder, a Hugging Face name
-      max_tokens: evaluate on about so many tokens: whole documents at even distances, until there are enough
+      max_tokens: evaluate on so many tokens: documents at even distances, of which the last may be cut
     """
     from ..evaluation import evaluate as run
 
@@ -367,6 +367,7 @@ def verify(
       mambakit verify shards
       mambakit verify run run/checkpoints/step_00000100 --json
     """
+    from ..verify import has_checksums
     from ..verify import verify as run
 
     if not path:
@@ -381,9 +382,8 @@ def verify(
         print_json(problems)
     else:
         for name, found in problems.items():
-            print_line(
-                f"{name}: {'good' if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}"
-            )
+            good = "good" if has_checksums(Path(name)) else "it opens, and its weights are finite; it has no checksums"
+            print_line(f"{name}: {good if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}")
             for problem in found:
                 print_line(f"  {problem}")
     return 2 if any(problems.values()) else 0

@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
@@ -84,7 +85,7 @@ def rows(records: Records, text_column: str | None = None, note: Note = no_note)
     """The documents in records."""
     reason = "empty"
     columns: list[str] = []  # of the first record that cannot be used
-    found = False
+    found, before = False, Counter[str]()  # reasons before the first document: a file without any may be read as text
     for record in records:
         try:
             if isinstance(record, Unreadable):
@@ -92,11 +93,17 @@ def rows(records: Records, text_column: str | None = None, note: Note = no_note)
             parts = _parts(record, text_column)
         except Unreadable as problem:
             reason = str(problem)
-            note(reason)
+            if found:
+                note(reason)
+            else:
+                before[reason] += 1
             if isinstance(record, dict) and not columns:
                 columns = [f"{str(name)[:LONGEST_NAME]}{_kind(value)}" for name, value in record.items()]
             continue
-        found = True
+        if not found:
+            found = True
+            for skipped in before.elements():
+                note(skipped)
         yield from parts
     if not found and reason.startswith("no ") and columns:
         more = f" and {len(columns) - NAMED_COLUMNS} more" if len(columns) > NAMED_COLUMNS else ""
