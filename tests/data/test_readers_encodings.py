@@ -283,3 +283,10 @@ def test_a_notebook_in_another_encoding() -> None:
     data = _notebook(4, {"cell_type": "markdown", "source": RUSSIAN}).decode()
     for encoding in ("utf-8-sig", "utf-16", "cp1251"):
         assert _text(notebook.read, data.encode(encoding)) == RUSSIAN.strip("\n")
+
+
+def test_a_notebook_whose_encoding_looks_like_ascii() -> None:
+    words = "すべての人間は、生れながらにして自由であり、かつ、尊厳と権利とについて平等である。" * 4
+    data = _notebook(4, {"cell_type": "markdown", "source": words}).decode()
+    for encoding in ("iso-2022-jp", "shift_jis", "euc-jp"):
+        assert _text(notebook.read, data.encode(encoding)) == words

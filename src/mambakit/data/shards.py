@@ -259,20 +259,22 @@ class TokenStream:
         self.layout = LAYOUTS[self.index.layout]
         self.counts = self.index.counts[split]
         self.shards = self.index.shards[split]
-        self._files = [(folder / shard.file, self._check_size(shard)) for shard in self.shards]
+        states = [self._check_size(shard) for shard in self.shards]
+        self._files = [(folder / shard.file, state.st_ino) for shard, state in zip(self.shards, states, strict=True)]
+        self._modified = [state.st_mtime_ns for state in states]  # of each file, when it had the right content
         self._check_content()
         self._opened = functools.lru_cache(MOST_OPEN)(_OpenFile)
         self._ends = [0, *itertools.accumulate(shard.tokens for shard in self.shards)]
 
-    def _check_size(self, shard: Shard) -> int:
-        """Check the size of a file. Returns its inode, which must stay the same."""
+    def _check_size(self, shard: Shard) -> os.stat_result:
+        """Check the size of a file. Its inode must stay the same, and its content."""
         path = self.folder / shard.file
         state = path.stat() if path.is_file() else None
         size = state.st_size if state else 0
         needed = self.index.bytes_of(shard)
         if state is None or size != needed:
             raise ShardError(f"{_name(path)} has {size} bytes, but the index says {needed}; prepare the data again")
-        return state.st_ino
+        return state
 
     def _check_content(self) -> None:
         """Compute the checksums that are not remembered, in several threads."""
@@ -335,6 +337,11 @@ class TokenStream:
                         "says; put it back, or prepare the data again"
                     )
                 place, left = place + count, left[count:]
+            modified = file.modified()
+            if modified != self._modified[number]:  # touched, perhaps, or written over
+                if not is_intact(path, self.index.bytes_of(shard), shard.sha256, again=True):
+                    raise self._changed(shard)
+                self._modified[number] = modified
         except OSError as error:
             raise ShardError(f"{_name(path)} cannot be read any more: {error.strerror}") from None
 
@@ -362,6 +369,9 @@ class _OpenFile:
         if os.fstat(self._descriptor).st_ino != inode:
             raise ShardError(f"{_name(path)} was replaced by another file while it was in use; start again")
         self._turn = threading.Lock()
+
+    def modified(self) -> int:
+        return os.fstat(self._descriptor).st_mtime_ns
 
     def read(self, place: int, out: memoryview) -> int:
         """Fill `out` from `place` on. Returns the number of bytes, which is 0 only at the end of the file."""

@@ -31,7 +31,7 @@ def read(stream: BinaryIO) -> Parts:
 def _loaded(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except UnicodeDecodeError:
+    except ValueError:  # not UTF-8; or ISO-2022, which is ASCII with escapes that JSON does not have
         return json.loads(data.decode(encodings.find(io.BytesIO(data)).codec))
 
 
