@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, Field, model_validator
@@ -74,20 +75,13 @@ class ModelConfig(Settings):
             values["dt_limit"] = tuple(math.inf if bound in ("inf", "Infinity") else bound for bound in limit)
         return values
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ModelConfig:
-        if problems := [*self._foreign_settings(), *self.dims.problems()]:
-            raise ValueError("\n".join(problems))
-        return self
-
-    def _foreign_settings(self) -> list[str]:
-        """Settings of another kind that were given a value which would be ignored."""
-        return [
-            f"{name}={getattr(self, name)!r} is a setting of {other}, but kind={self.kind}; remove it, or change kind"
-            for other, dims in MIXERS.items()
-            for name in dims.own_settings
-            if other != self.kind and getattr(self, name) != type(self).model_fields[name].default
-        ]
+    def problems(self) -> Iterator[str]:
+        for kind, dims in MIXERS.items():
+            for name in dims.own_settings if kind != self.kind else ():
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:  # it would be ignored
+                    yield f"{name}={value!r} is a setting of {kind}, but kind={self.kind}; remove it, or change kind"
+        yield from self.dims.problems()
 
     @property
     def dims(self) -> Mamba1Dims | Mamba2Dims:

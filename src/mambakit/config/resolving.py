@@ -73,11 +73,8 @@ def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str,
     preset = model.pop("preset", None)
     try:
         if preset is not None:
-            known = {
-                name: value
-                for name, value in by_name("model preset", preset, presets.MODELS).items()
-                if name != "vocab_size"
-            }
+            known = dict(by_name("model preset", preset, presets.MODELS))
+            del known["vocab_size"]
             values["model"] = {**known, **model}
     except ConfigError as error:
         problems += error.problems
