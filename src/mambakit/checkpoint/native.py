@@ -7,9 +7,10 @@ and checksum of all others, so that a folder that was copied or damaged in part 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,8 @@ def _newer(folder: Path) -> Path:
 
 
 def _exchange(folder: Path) -> None:
-    """Put the newer one in place of a checkpoint, and take that away. Between the two renames there is none of this
-    name: whoever opens the run next completes what a kill there has left."""
+    """Replace a checkpoint by the newer one. A process that is killed between the two renames leaves none of this name;
+    `remove_abandoned` completes the exchange."""
     older = folder.with_name(f".{folder.name}.older")
     if folder.exists():
         folder.rename(older)
@@ -104,20 +105,12 @@ def is_begun(folder: Path) -> bool:
 
 def verify(folder: Path) -> Iterator[str]:
     """Read everything, and yield what is wrong with it, a line each."""
-    damaged = False
-    for problem in _verify_files(folder, lambda name: True, again=True):
-        damaged = True
-        yield problem
-    if not damaged:
-        yield from _verify_finite(folder)
+    yield from list(_verify_files(folder, model_only=False)) or _verify_finite(folder)
 
 
-def verify_model(folder: Path) -> Iterator[str]:
-    """What is wrong with the files of the model, `train/` left aside. Checksums are computed once, and remembered."""
-    return _verify_files(folder, lambda name: Path(name).parts[0] != "train", again=False)
-
-
-def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -> Iterator[str]:
+def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
+    """What is wrong with the files. With `model_only`, `train/` is left aside, and a checksum that was right is not
+    computed again."""
     try:
         manifest = read_json(folder / MANIFEST, CheckpointError)
     except CheckpointError as error:
@@ -131,22 +124,17 @@ def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -
         yield f"{folder / MANIFEST} does not name the files of a model"
         return
     for name, expected in files.items():
-        path = folder / name
-        if (
-            not isinstance(expected, dict)
-            or not Path(name).parts
-            or Path(name).is_absolute()
-            or ".." in Path(name).parts
-        ):
+        path, parts = folder / name, Path(name).parts
+        if not isinstance(expected, dict) or not parts or Path(name).is_absolute() or ".." in parts:
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
-        elif counts(name):
+        elif not model_only or parts[0] != "train":
             try:
-                yield from _verify_file(path, expected, again)
+                yield from _verify_file(path, expected, again=not model_only)
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror}"
 
 
-def _verify_file(path: Path, expected: Mapping[str, Any], again: bool) -> Iterator[str]:
+def _verify_file(path: Path, expected: Mapping[str, Any], *, again: bool) -> Iterator[str]:
     if not path.is_file():
         yield f"{path} is missing"
     elif path.stat().st_size != expected.get("bytes"):
@@ -165,21 +153,8 @@ def _verify_finite(folder: Path) -> Iterator[str]:
             yield f"{path} holds weights that are not finite: {bad[0]}{more}"
 
 
-def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint that verifies, and those newer ones that do not, with what is wrong with each."""
-    bad: dict[Path, list[str]] = {}
-    for folder in checkpoints(run):
-        problems = list(verify(folder))
-        if not problems:
-            return folder, bad
-        bad[folder] = problems
-    return None, bad
-
-
 def read_state(folder: Path) -> TrainingState:
     """What `write` saved in train/."""
-    if not folder.is_dir():
-        raise CheckpointError(f"the checkpoint {folder} does not exist")
     if not (folder / "train").is_dir():
         raise CheckpointError(f"{folder} holds a model, but no training to go on from; start with --init-from {folder}")
     try:
@@ -197,11 +172,8 @@ def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
     """Move checkpoints out of the way of those to come; nothing is deleted."""
     if not folders:
         return None
-    place = run / "set-aside"
-    number = 1
-    while (place / f"{number:03d}").exists():
-        number += 1
-    place = place / f"{number:03d}"
+    places = (run / "set-aside" / f"{number:03d}" for number in itertools.count(1))
+    place = next(place for place in places if not place.exists())
     place.mkdir(parents=True)
     for folder in folders:
         folder.rename(place / folder.name)
@@ -245,7 +217,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
         if not (path / "config.json").exists() or is_begun(path):
             raise CheckpointError(_why_no_model(path))
         is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
-        if is_one and (problems := list(verify_model(path))):
+        if is_one and (problems := list(_verify_files(path, model_only=True))):
             raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
         return path
     chosen: Path | None
@@ -253,15 +225,19 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     if not every:
         raise CheckpointError(f"the run {path} has no checkpoint yet")
     try:
-        chosen, why = _best_or_newest(path, every)
-        problems = list(verify_model(chosen))
+        if best := best_step(path):
+            chosen, why = folder_of(path, best[0]), f"the best checkpoint of {path} (validation loss {best[1]:.4f})"
+        else:
+            chosen, why = every[0], f"the newest checkpoint of {path}"
+        problems = list(_verify_files(chosen, model_only=True))
         damage = f"{chosen.name}, {why}, is damaged: {'; '.join(problems)}" if problems else ""
     except CheckpointError as error:
         chosen, damage = None, str(error)
     if not damage and chosen is not None:
         say(f"using {chosen.name}, {why}")
         return chosen
-    good = next((folder for folder in every if folder != chosen and not list(verify_model(folder))), None)
+    others = (folder for folder in every if folder != chosen)
+    good = next((folder for folder in others if not list(_verify_files(folder, model_only=True))), None)
     if good is None:
         raise CheckpointError(f"{damage}\nand {path} has no other checkpoint that is whole")
     if not substitute:
@@ -278,15 +254,6 @@ def _why_no_model(path: Path) -> str:
     if checkpoints(path.parent) and path.name == "checkpoints":
         return f"{path} holds all checkpoints of a run; give the run, {path.parent}, or one of them"
     return f"{path} holds no model: config.json does not exist there, and checkpoints, as a run has them, neither"
-
-
-def _best_or_newest(run: Path, every: Sequence[Path]) -> tuple[Path, str]:
-    """The checkpoint that stands for a run, and why it does."""
-    best = best_step(run)
-    if best is None:
-        return every[0], f"the newest checkpoint of {run}"
-    step, loss = best
-    return folder_of(run, step), f"the best checkpoint of {run} (validation loss {loss:.4f})"
 
 
 def best_step(run: Path) -> tuple[int, float] | None:

@@ -66,10 +66,8 @@ class TrainingState:
     ) -> TrainingState:
         """The state whose `tensors` and `values` these are."""
         numbers = {field.name: values[field.name] for field in dataclasses.fields(Progress) if field.name in values}
-        return cls(
-            Progress(**numbers), optimizer, _under("random", tensors), _carried(_under("carried", tensors)),
-            values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config,
-        )  # fmt: skip
+        parts = Progress(**numbers), optimizer, _under("random", tensors), _carried(_under("carried", tensors))
+        return cls(*parts, values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

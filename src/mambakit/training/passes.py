@@ -45,12 +45,6 @@ class PlainPass:
         return loss.detach(), *(output.state.detach().tensors() if memory else ())
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, ...]
-
-
 class GraphedPass:
     """A pass as CUDA graphs: one that leaves gradients, and one that adds to them.
 
@@ -63,7 +57,7 @@ class GraphedPass:
         self, plain: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter], shape: tuple[int, ...]
     ) -> None:
         self._plain, self._parameters, self._shape = plain, list(parameters), torch.Size(shape)
-        self._captured: dict[bool, _Captured] = {}  # by whether they add
+        self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}  # with outputs; by `adds`
         self._inputs: tuple[Tensor | None, ...] = ()
         self._gradients: list[Tensor | None] = []
         self._pool: Any = None  # memory of both graphs, which take turns; torch keeps it by stream, so that is one too
@@ -94,10 +88,10 @@ class GraphedPass:
             self._capture(adds)
         if self._is_refused:
             return self._plain(*inputs)
-        captured = self._captured[adds]
-        captured.graph.replay()
+        graph, outputs = self._captured[adds]
+        graph.replay()
         self._set_gradients(self._gradients)
-        return tuple(output.clone() for output in captured.outputs)  # the next replay writes over them
+        return tuple(output.clone() for output in outputs)  # the next replay writes over them
 
     def _serves(self, inputs: tuple[Tensor | None, ...], adds: bool) -> bool:
         first = inputs[0]
@@ -133,7 +127,7 @@ class GraphedPass:
         hidden = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         self.hidden_bytes = max(self.hidden_bytes, hidden)
         torch.cuda.reset_peak_memory_stats(device)
-        self._captured[adds] = _Captured(graph, outputs)
+        self._captured[adds] = graph, outputs
 
     def _rehearse(self, stream: torch.cuda.Stream) -> None:
         """One pass that counts for nothing: it compiles, and allocates what outlives a pass."""
@@ -163,8 +157,7 @@ def make_pass(
     model: MambaLM, scaler: torch.amp.GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool,
     graphed: bool,
 ) -> Pass:  # fmt: skip
-    """The pass over micro-batches of this shape: a CUDA graph where there is a GPU, unless torch.compile has its own
-    way."""
+    """The pass over micro-batches of this shape: CUDA graphs on a GPU, unless torch.compile is used."""
     device = model.lm_head.weight.device
     plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
     if not graphed or compiled or device.type != "cuda":

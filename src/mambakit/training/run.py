@@ -29,22 +29,20 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..progress import say, silence
 from . import history
-from .data import check_same_rows, check_tokenizer, find_shards, open_data
+from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
 from .history import Origin
 from .loop import Run, loop, restore, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
 from .passes import make_pass
-from .recorder import Recorder
-from .sizing import check_memory, unsaid
+from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_place
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
 
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
-FOR_TEXT = ("tokenizer", "val_fraction", "text_column", "separator")  # settings of the data
 Layers = Sequence[Mapping[str, Any]]  # of settings, of which later ones win
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -102,12 +100,11 @@ def training_steps(
     with contextlib.ExitStack() as stack:
         if quiet:
             stack.enter_context(silence())
-        run = stack.enter_context(_opened([_layer(config)], batches, out=out, resume=resume, init_from=init_from))
+        run = stack.enter_context(_opened([_layer(config)], batches, out, resume, init_from))
         yield from _train(run)
-    stopped_by = _result(run).stopped_by
-    if stopped_by == "SIGINT":
+    if run.stopped_by == "SIGINT":
         raise KeyboardInterrupt
-    if stopped_by is not None:
+    if run.stopped_by is not None:
         raise SystemExit(STOPPED_AFTER_SAVING)
 
 
@@ -126,10 +123,10 @@ def train_layers(
     init_from: str | Path | None = None,
 ) -> Result:
     """`train`, with the config as layers of settings that are given, so that a resumed run knows which were not."""
-    with _opened(layers, batches, out=out, resume=resume, init_from=init_from) as run:
+    with _opened(layers, batches, out, resume, init_from) as run:
         for _ in _train(run):
             pass
-    return _result(run)
+    return Result(run.folder, run.progress.step, run.total_steps, run.progress.best_loss, run.stopped_by)
 
 
 def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
@@ -140,14 +137,14 @@ def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
     if folder is None or not is_shards(folder):
         return config
     index = read_index(folder)
-    return resolve(unsaid(layers, index, choose_device(config.parallel.device)), *layers, vocab_size=index.vocab_size)
+    defaults = default_settings(layers, index, choose_device(config.parallel.device))
+    return resolve(defaults, *layers, vocab_size=index.vocab_size)
 
 
 @contextlib.contextmanager
 def _opened(
-    layers: Layers, batches: Iterable[Any] | None, *, out: str | Path | None, resume: Resume,
-    init_from: str | Path | None,
-) -> Iterator[Run]:  # fmt: skip
+    layers: Layers, batches: Iterable[Any] | None, out: str | Path | None, resume: Resume, init_from: str | Path | None
+) -> Iterator[Run]:
     """A run, locked and ready to train."""
     folder = _place(out, resume)
     if not resume and init_from is None:
@@ -175,8 +172,8 @@ def _place(out: str | Path | None, resume: Resume) -> Path:
 
 
 def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tuple[RunConfig, Path | None, Origin]:
-    """The config of the run, and its shards, which have a say in it: their vocabulary, and for a new run what nobody
-    has set. Mistakes are told before text is prepared."""
+    """The config of the run, its shards, and what a new run is made of. The config takes the vocabulary from the
+    shards, and a new run the settings that nobody has given. Mistakes are told before text is prepared."""
     layers = [*start.settings, *given]
     config = resolve(*layers)
     if not config.data.path and not has_batches:
@@ -190,12 +187,12 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         )
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
-    origin = Origin(config.data.path if start.is_new else (), str(start.init_from or ""))
+    origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
     shards = find_shards(config, start.folder)
     if shards:
         index = read_index(shards)
         if start.is_new:
-            layers = [unsaid(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
+            layers = [default_settings(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
         # Where the shards are, so that a resumed run finds them although the text has changed since.
         layers = [*layers, {"data": {"path": [str(shards.absolute())]}}]
         config = resolve(*layers, vocab_size=index.vocab_size)
@@ -269,7 +266,7 @@ def _assemble(
         ),
         optimizer=make_optimizer(model, config.optim, device), scaler=scaler, data=data, total_steps=total_steps,
         matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
-        recorder=Recorder(metrics.write, display.show), stopper=Stopper(display.stopping), progress=progress,
+        stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
         # A checkpoint is of use if it was the best, or has the weights that the run began with; and other settings may
         # be at fault where it seems not to be.
@@ -290,10 +287,10 @@ def _check_used(given: Layers, config: RunConfig) -> None:
     folder = Path(config.data.path[0]) if config.data.path else None
     if folder is None or not is_shards(folder):
         return
-    others = DataConfig.model_fields.keys() - FOR_TEXT
+    others = DataConfig.model_fields.keys() - TEXT_SETTINGS
     sections = [layer["data"] for layer in given if isinstance(layer.get("data"), Mapping)]
     typed = {name for section in sections if not others <= section.keys() for name in section}
-    for name in FOR_TEXT:
+    for name in TEXT_SETTINGS:
         value = getattr(config.data, name)
         if name not in typed or value == DataConfig.model_fields[name].default:
             continue
@@ -322,17 +319,10 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
     try:
         yield from loop(run)
     except StopRequested:
-        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n"
-            f"  mambakit train --resume --out {shlex.quote(str(run.folder))}")  # fmt: skip
+        command = f"mambakit train --resume --out {shlex.quote(str(run.folder))}"
+        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n  {command}")
     else:
         sum_up(run)
-
-
-def _result(run: Run) -> Result:
-    return Result(
-        run.folder, run.progress.step, run.total_steps, run.progress.best_loss,
-        None if run.is_done else run.stopper.signal_name,
-    )  # fmt: skip
 
 
 @contextlib.contextmanager

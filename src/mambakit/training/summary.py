@@ -6,8 +6,7 @@ from ..checkpoint import native
 from ..config import OptimConfig
 from ..measure import environment
 from ..progress import duration, say
-from .loop import Run
-from .metrics import bits_per_byte
+from .loop import Run, bits_per_byte_of
 from .optim import describe_groups
 from .schedule import learning_rate
 from .sizing import cost
@@ -66,18 +65,14 @@ def warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None
 
 
 def sum_up(run: Run) -> None:
-    """What has come of it, after the last step."""
+    """The result, after the last step."""
     progress = run.progress
     early = f"; ended after {run.config.train.early_stop} evaluations without gain" if run.stopped_early else ""
     taken = duration(run.display.seconds())
     say(f"trained to step {progress.step:,} in {taken}, {progress.tokens:,} tokens in all{early}")
     if progress.best_loss is not None:
-        bits = _validation_bits(run, progress.best_loss)
+        bits = bits_per_byte_of(run.data.val, progress.best_loss)
         more = f", {bits:.3f} bits per byte" if bits is not None else ""
         say(f"best validation loss {progress.best_loss:.4f}{more}, at step {progress.best_step:,}")
     best = progress.best_step if run.config.checkpoint.keep_best and progress.best_step is not None else progress.step
     say(f"the model: {native.folder_of(run.folder, best)}")
-
-
-def _validation_bits(run: Run, loss: float) -> float | None:
-    return bits_per_byte(loss, run.data.val.counts, run.data.val.index.vocab_size) if run.data.val else None
