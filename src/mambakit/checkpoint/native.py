@@ -42,7 +42,7 @@ def step_of(folder: Path) -> int:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """All checkpoints of a run, the newest first. What is still being written has another name."""
+    """All checkpoints of a run, the newest first. One that is being written has another name."""
     found = [path for path in (run / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -58,7 +58,7 @@ def snapshot(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[i
 
 
 def write(run: Path, step: int, files: Contents) -> Path:
-    """Save a checkpoint: whole, or not at all. One that is there already is replaced when the new one is whole."""
+    """Save a checkpoint, completely or not at all. An older one of this step is replaced once the new one is there."""
     folder = folder_of(run, step)
     new = _newer(folder) if folder.exists() else folder
     with new_folder(new, CheckpointError) as beside:
@@ -85,7 +85,7 @@ def _exchange(folder: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """The last file: what all others are."""
+    """The last file: size and checksum of all others."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != ".lock":
@@ -99,7 +99,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a folder is a run that has no checkpoint yet: its config.json is no model's."""
+    """Whether a folder is a run without a checkpoint: its config.json is not that of a model."""
     return (folder / "metrics.jsonl").is_file() and (folder / "lock").is_file() and not checkpoints(folder)
 
 
@@ -169,7 +169,7 @@ def read_state(folder: Path) -> TrainingState:
 
 
 def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
-    """Move checkpoints out of the way of those to come; nothing is deleted."""
+    """Move checkpoints into a folder of their own, where no run looks for them; nothing is deleted."""
     if not folders:
         return None
     places = (run / "set-aside" / f"{number:03d}" for number in itertools.count(1))
@@ -191,7 +191,7 @@ def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | N
 
 
 def remove_abandoned(run: Path) -> None:
-    """Take away what a killed process left half-written or half-deleted. Only for who holds the run's lock."""
+    """Remove what a killed process left half-written or half-deleted. The caller must hold the run's lock."""
     for newer in (run / "checkpoints").glob(".step_*.newer"):
         folder = newer.with_name(newer.name.removeprefix(".").removesuffix(".newer"))
         if not folder.exists() and is_checkpoint(newer):
@@ -208,8 +208,8 @@ def estimated_bytes(model: MambaLM) -> int:
 def find(path: Path, *, substitute: bool = True) -> Path:
     """The model folder that `path` stands for, verified: itself, or of a run its best checkpoint, else its newest.
 
-    Which checkpoint of a run is used is said. In place of a damaged one the newest good one is used, and that is said
-    too; without `substitute`, or where the damaged folder itself was named, it is an error.
+    A message says which checkpoint of a run is used. Where that is damaged, the newest good one is used instead;
+    without `substitute`, or where the damaged folder itself was named, it is an error.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")

@@ -288,9 +288,9 @@ def evaluate_and_sample(run: Run) -> None:
         _check_weights(run)
     records = []
     if evaluates:
-        records.append(_with_room(run, _evaluate))
+        records.append(_with_enough_memory(run, _evaluate))
     if samples:
-        records += _with_room(run, lambda run: list(_sample(run)))
+        records += _with_enough_memory(run, lambda run: list(_sample(run)))
     progress.looked_at = progress.step
     for record in records:
         _write_record(run, record)
@@ -298,7 +298,7 @@ def evaluate_and_sample(run: Run) -> None:
             _note_best(run, record["loss"])
 
 
-def _with_room(run: Run, work: Callable[[Run], Found]) -> Found:
+def _with_enough_memory(run: Run, work: Callable[[Run], Found]) -> Found:
     """What `work` gives. Where the GPU's memory is too small, that of the captured passes is released first."""
     try:
         return work(run)

@@ -13,10 +13,10 @@ from ..progress import say
 
 
 class MetricsFile:
-    """metrics.jsonl: each line is on disk before the next is begun; a checkpoint notes how long the file was."""
+    """metrics.jsonl: each line is written completely before the next; a checkpoint notes the length of the file."""
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        """Open the file, and take back what was written after its first `length` bytes."""
+        """Open the file, and remove what was written after its first `length` bytes."""
         found = path.stat().st_size if path.exists() else 0
         if found < length:
             say(

@@ -46,7 +46,7 @@ def default_settings(layers: Sequence[Mapping[str, Any]], index: Index, device: 
     """Settings for what no layer gives: the model, the length of the run, and how a short one is trained."""
     found: dict[str, Any] = {}
     if not _gives(layers, "model"):
-        found["model"] = _house_size(layers, index, device)
+        found["model"] = _model_size(layers, index, device)
     config = resolve(found, *layers, vocab_size=index.vocab_size)
     if config.train.has_length:
         return found
@@ -71,8 +71,8 @@ def _gives(layers: Sequence[Mapping[str, Any]], section: str, name: str | None =
     return False
 
 
-def _house_size(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, str]:
-    """The largest that the data can teach."""
+def _model_size(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, str]:
+    """The largest preset that has enough data."""
     chosen = HOUSE_SIZES[0]
     for name in HOUSE_SIZES if device.type != "cpu" else ():
         model = resolve({"model": {"preset": name}}, *layers, vocab_size=index.vocab_size).model

@@ -1,4 +1,4 @@
-"""What a run begins from: nothing, a checkpoint of its own to go on from, or the weights of another model."""
+"""What a run starts from: nothing, a checkpoint to go on from, or the weights of another model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..data.shards import TOKENIZER
 from ..files import UserError, path_of
 from ..progress import say
 
-LEFT_AT_ONCE = {"lock", "parameters.txt"}  # what a run has that was killed before its first step
+WRITTEN_FIRST = {"lock", "parameters.txt"}  # all that a run has which was killed before its first step
 Resume = bool | str | Path  # from the newest good checkpoint, or from the one named
 
 
@@ -35,7 +35,7 @@ class Start:
 
     @property
     def is_own(self) -> bool:
-        """Whether the checkpoint is one of the run's, by the name that it was saved under."""
+        """Whether the checkpoint is one of this run."""
         return self.checkpoint in native.checkpoints(self.folder)
 
     @classmethod
@@ -64,12 +64,12 @@ class Start:
         return cls(folder, None, source, (_settings_of(source),))
 
 
-def check_place(folder: Path, resume: Resume) -> None:
-    """A new run needs a place where nothing is."""
+def check_folder(folder: Path, resume: Resume) -> None:
+    """Check that a new run has an empty folder."""
     exists = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists() or native.checkpoints(folder)
     if exists and not resume:
         raise UserError(f"the run {folder} exists; go on with it by --resume, or choose another --out")
-    if not exists and folder.is_dir() and {path.name for path in folder.iterdir()} - LEFT_AT_ONCE:
+    if not exists and folder.is_dir() and {path.name for path in folder.iterdir()} - WRITTEN_FIRST:
         raise UserError(f"{folder} exists and is not empty; choose another --out for the run")
 
 
@@ -91,7 +91,7 @@ def _newest_good(folder: Path) -> Path | None:
 
 def _named(folder: Path, named: Path) -> Path:
     if not named.exists() and (folder / "checkpoints" / named).is_dir():
-        named = folder / "checkpoints" / named  # by its name alone, as messages have it
+        named = folder / "checkpoints" / named  # the name alone, as in messages
     if not named.is_dir():
         raise CheckpointError(f"the checkpoint {named} does not exist")
     own = folder / "checkpoints" / named.name
@@ -107,7 +107,7 @@ def _named(folder: Path, named: Path) -> Path:
 
 
 def _stored_settings(folder: Path, checkpoint: Path | None) -> Mapping[str, Any] | None:
-    """The settings of the run as it was, of its last step."""
+    """The settings of the run at its last step."""
     if (folder / "config.json").exists():
         try:
             return read_run_config(folder)
