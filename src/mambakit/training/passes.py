@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from ..device import autocast
 from ..model import MambaLM, Output, State
@@ -24,7 +25,7 @@ class PlainPass:
     any. Gives its part of the batch's mean loss, and the tensors of the state after it."""
 
     forward: Callable[..., Output]  # the model, or its compiled form
-    scaler: torch.amp.GradScaler
+    scaler: GradScaler
     device: torch.device
     dtype: torch.dtype
     state_of: Callable[[Sequence[Tensor]], State] | None = None  # the state whose tensors these are
@@ -156,9 +157,8 @@ Pass = PlainPass | GraphedPass
 
 
 def make_pass(
-    model: MambaLM, scaler: torch.amp.GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool,
-    graphed: bool,
-) -> Pass:  # fmt: skip
+    model: MambaLM, scaler: GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool, graphed: bool
+) -> Pass:
     """The pass over micro-batches of this shape: CUDA graphs on a GPU, unless torch.compile is used."""
     device = model.lm_head.weight.device
     plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
