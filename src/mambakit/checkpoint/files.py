@@ -85,7 +85,7 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
         raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
-    except Exception as error:  # what the loader of .bin raises for damaged ones is anything
+    except Exception as error:  # the loader of .bin raises errors of any kind for damaged files
         raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} does not hold a plain set of named tensors")
@@ -114,12 +114,12 @@ class Contents:
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """A safetensors file that transformers recognizes."""
     path.touch()
-    usual = path.stat().st_mode  # the library would keep the file from everybody else
+    usual = path.stat().st_mode  # the library would make it readable by its owner alone
     try:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"}
         )
-    except SafetensorError as error:  # which has the number of the disk's error in its text
+    except SafetensorError as error:  # its text has the number of the system's error
         found = re.search(r"os error (\d+)", str(error))
         if found is None:
             raise

@@ -1,7 +1,7 @@
 """Models in Hugging Face's form: config.json and safetensors that transformers opens as they stand.
 
 Names differ from ours in one place: transformers says `backbone.embeddings` where state-spaces says
-`backbone.embedding`. Settings of ours that transformers has no word for travel in config.json under "mambakit".
+`backbone.embedding`. Settings that transformers does not have are in config.json under "mambakit".
 """
 
 from __future__ import annotations

@@ -64,6 +64,6 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path} is not a tokenizer: {error}") from None
-    tokenizer.no_truncation()  # some files carry a length that a prompt would be cut or filled up to
+    tokenizer.no_truncation()  # some files set a length, to which prompts would be cut or padded
     tokenizer.no_padding()
     return tokenizer

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
@@ -128,23 +128,20 @@ def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
         if not isinstance(expected, dict) or not parts or Path(name).is_absolute() or ".." in parts:
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
         elif not model_only or parts[0] != "train":
+            size, sha256 = expected.get("bytes"), str(expected.get("sha256"))
             try:
-                yield from _verify_file(path, expected, again=not model_only)
+                if not path.is_file():
+                    yield f"{path} is missing"
+                elif path.stat().st_size != size:
+                    yield f"{path} has {path.stat().st_size} bytes; need {size}"
+                elif not is_intact(path, size, sha256, again=not model_only):
+                    yield f"{path} differs from what was written: its checksum is not the manifest's"
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror}"
 
 
-def _verify_file(path: Path, expected: Mapping[str, Any], *, again: bool) -> Iterator[str]:
-    if not path.is_file():
-        yield f"{path} is missing"
-    elif path.stat().st_size != expected.get("bytes"):
-        yield f"{path} has {path.stat().st_size} bytes; need {expected.get('bytes')}"
-    elif not is_intact(path, expected["bytes"], str(expected.get("sha256")), again=again):
-        yield f"{path} differs from what was written: its checksum is not the manifest's"
-
-
 def _verify_finite(folder: Path) -> Iterator[str]:
-    """Weights with NaN or infinity were written as they were, but are of no use."""
+    """Find weights with NaN or infinity, which are written like others, but cannot be used."""
     for path in sorted(folder.glob("model*.safetensors")):
         with open_weights(path) as file:
             bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118

@@ -67,7 +67,7 @@ def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:
     if mamba2:
         layer["layer"] = "Mamba2"
         if config.dt_limit == (0.0, math.inf):
-            layer.pop("dt_limit")  # its default, and not to be said in JSON
+            layer.pop("dt_limit")  # its default; JSON has no infinity
         if config.chunk_size is None:
             layer.pop("chunk_size")
     return {

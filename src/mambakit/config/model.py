@@ -12,7 +12,7 @@ from .. import presets
 from .base import Settings, by_name
 from .mixers import MIXERS, Mamba1Dims, Mamba2Dims
 
-UNKNOWN_VOCABULARY = 1  # stands for that of a tokenizer not seen yet; no language has one word
+UNKNOWN_VOCABULARY = 1  # the size of a vocabulary that is not known yet; no tokenizer has one token
 
 
 class ModelConfig(Settings):
@@ -69,9 +69,9 @@ class ModelConfig(Settings):
         if not isinstance(values, dict):
             return values
         limit = values.get("dt_limit")
-        dims = MIXERS.get(str(values.get("kind")), Mamba1Dims)  # what is no kind is told by its field
+        dims = MIXERS.get(str(values.get("kind")), Mamba1Dims)  # a wrong kind is reported by its field
         values = {**values, **dims.fill(values)}
-        if isinstance(limit, (list, tuple)):  # JSON has no tuples, and no word for infinity
+        if isinstance(limit, (list, tuple)):  # JSON has no tuples and no infinity
             values["dt_limit"] = tuple(math.inf if bound in ("inf", "Infinity") else bound for bound in limit)
         return values
 

@@ -52,7 +52,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
 
 
 def read_yaml(text: str) -> Any:
-    """YAML's plain values; 3e-4 and 1e6 are numbers, as YAML 1.2 and people have it."""
+    """YAML's plain values; 3e-4 and 1e6 are numbers, as in YAML 1.2."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -68,7 +68,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """A decimal number; whole if it is written with an exponent and is: 1e6 tokens are a count."""
+    """A decimal number; an int if it has an exponent and is whole: 1e6 tokens are a count."""
     value = float(text)
     return int(value) if "e" in text.lower() and value.is_integer() and abs(value) < 2**53 else value
 

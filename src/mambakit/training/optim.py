@@ -77,5 +77,5 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tenso
         prefix = f"{name}/"
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
-            # The count of steps stays where the fused kernel wants it: with the parameters.
+            # The fused kernel needs the count of steps on the device of the parameter.
             optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
