@@ -1,10 +1,10 @@
-"""Text from models: each prompt is read in pieces, then all go on together, one token at a time."""
+"""Text from models: each prompt is read in pieces, then all rows are continued together, a token at a time."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from random import Random
@@ -19,15 +19,12 @@ from .model import MambaLM, State
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Rounds = Generator[dict[int, int], Collection[int], None]
 PREFILL_TOKENS = 2048  # a prompt is read in pieces of this size, so that memory does not grow with it
 
 
 class Decoder:
-    """Rows of text that go on together: `add` reads a prompt, `step` gives each row its next token, `drop` ends some.
-
-    `logits[i]`, (V), are the scores of what follows row `rows[i]`.
-    """
+    """Rows of text that are continued together: `add` reads prompts, `step` adds a token to each row, `drop` ends some
+    rows. `logits[i]`, (V), are the scores of the next token of row `rows[i]`."""
 
     def __init__(self, model: MambaLM) -> None:
         self.model = model
@@ -52,7 +49,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> None:
-        """Go on with one token for each row."""
+        """Add one token to each row."""
         assert self._state is not None
         self._set(*self.model.step(torch.tensor(tokens, device=self.device), self._state))
 
@@ -110,17 +107,14 @@ class Sampling:
         return int(torch.multinomial(probabilities, 1, generator=random))
 
 
+@dataclass
 class _Row:
-    """One row's choices: its source of random numbers, and which tokens it has seen."""
+    """How one row chooses its tokens."""
 
-    def __init__(
-        self, prompt: Sequence[int], number: int, seed: int | None, sampling: Sampling, vocab_size: int,
-        device: torch.device, first_tokens: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        self.sampling, self.first_tokens = sampling, first_tokens
-        self.random = _random(seed, number, device)
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.seen[[token for token in prompt if token < vocab_size]] = True
+    sampling: Sampling
+    random: torch.Generator
+    seen: Tensor  # (vocabulary): the tokens of the prompt and of the text so far
+    first_tokens: Sequence[int]  # one of these comes first, where there are any
 
     @torch.inference_mode()
     def choose(self, logits: Tensor) -> int:
@@ -159,18 +153,17 @@ def generate_batch(
     A row ends before a token of `stop`; it begins with one of its `first_tokens` where there are any. What a row gives
     depends on its prompt, its number and the seed, not on the other rows. Other options as for `Sampling`.
     """
-    ends = _token_ids(stop)
-    rounds = _generate(model, prompts, max_new_tokens, seed, first_tokens or {}, sampling)
+    ends, ended = _token_ids(stop), set[int]()
+    chosen = _generate(model, prompts, first_tokens or {}, ended, max_new_tokens, seed, **sampling)
 
-    def tokens() -> Iterator[tuple[int, int]]:
-        ended: set[int] = set()
-        chosen = next(rounds, None)
-        while chosen is not None:
-            ended |= {row for row, token in chosen.items() if token in ends}
-            yield from ((row, token) for row, token in chosen.items() if row not in ended)
-            chosen = _next(rounds, ended)
+    def until_stop() -> Iterator[tuple[int, int]]:
+        for row, token in chosen:
+            if token in ends:
+                ended.add(row)
+            else:
+                yield row, token
 
-    return tokens()
+    return until_stop()
 
 
 def generate_text(
@@ -188,8 +181,8 @@ def generate_text(
     are what decoding all its tokens adds to its prompt, without special tokens. An empty prompt starts from the first
     end token. Options as for `generate_batch`; `stop`, when given, takes the place of end_tokens as what ends a text.
 
-    A space at a prompt's end is a token of its own there, but in text that a model learns from it is part of the word
-    that follows. So it is taken back, and the first new token must bring it along.
+    A space at the end of a prompt is a token of its own, but in training text it is part of the word that follows. So
+    it is removed from the prompt, and the first new token must begin with it.
     """
     for name, strings in ("prompts", prompts), ("stop_strings", stop_strings):
         if isinstance(strings, str):
@@ -204,9 +197,8 @@ def generate_text(
     first = {row: [token for token in allowed if token < model.config.vocab_size] for row, allowed in first.items()}
     texts = [_Text(tokenizer, prompt, stop_strings, row in first) for row, prompt in enumerate(tokens)]
     tokens = [prompt[:-1] if row in first else prompt for row, prompt in enumerate(tokens)]
-    stop = _token_ids(options.pop("stop", end_tokens))
-    max_new_tokens, seed = options.pop("max_new_tokens", 100), options.pop("seed", None)
-    return _pieces(texts, _generate(model, tokens, max_new_tokens, seed, first, options), stop)
+    stop, ended = _token_ids(options.pop("stop", end_tokens)), set[int]()
+    return _pieces(texts, _generate(model, tokens, first, ended, **options), stop, ended)
 
 
 def _token_ids(stop: Sequence[int]) -> frozenset[int]:
@@ -216,7 +208,7 @@ def _token_ids(stop: Sequence[int]) -> frozenset[int]:
 
 
 def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, or where its file says to cut texts to a length or to fill them up, a copy that does neither."""
+    """The tokenizer; or a copy without truncation and padding, where its file has them."""
     if tokenizer.truncation is None and tokenizer.padding is None:
         return tokenizer
     whole = type(tokenizer).from_str(tokenizer.to_str())
@@ -227,7 +219,7 @@ def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """Tokens that begin as the prompt's last one does, where that is white space and can be more than itself."""
+    """Tokens that begin with the prompt's last one, where that is white space; none where there is only itself."""
     if len(prompt) < 2 or not tokenizer.decode(prompt[-1:]).isspace():
         return []
     space = str(tokenizer.id_to_token(prompt[-1]))
@@ -236,26 +228,33 @@ def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
 
 
 def _generate(
-    model: MambaLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int | None,
-    first_tokens: Mapping[int, Sequence[int]], options: Mapping[str, Any],
-) -> Rounds:  # fmt: skip
-    """Rounds of tokens, by row. Whoever takes a round sends back which rows have ended."""
-    sampling = Sampling(**options)
+    model: MambaLM,
+    prompts: Sequence[Sequence[int]],
+    first_tokens: Mapping[int, Sequence[int]],
+    ended: set[int],
+    max_new_tokens: int = 100,
+    seed: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[int, int]]:
+    """(row, token), round by round. The caller adds rows to `ended`, which then get no further token."""
+    sampling, vocab_size = Sampling(**options), model.config.vocab_size
     _check(prompts, max_new_tokens, sampling)
     read = {row: torch.tensor([list(prompt)]) for row, prompt in enumerate(prompts)}
     for tokens in read.values():
         model.check_input(tokens, 2)
     decoder = Decoder(model)
-    rows = [
-        _Row(prompt, row, seed, sampling, model.config.vocab_size, decoder.device, first_tokens.get(row, ()))
-        for row, prompt in enumerate(prompts)
-    ]
+    rows = []
+    for row, prompt in enumerate(prompts):
+        seen = torch.zeros(vocab_size, dtype=torch.bool, device=decoder.device)
+        seen[[token for token in prompt if token < vocab_size]] = True
+        rows.append(_Row(sampling, _random(seed, row, decoder.device), seen, first_tokens.get(row, ())))
 
-    def rounds() -> Rounds:
+    def rounds() -> Iterator[tuple[int, int]]:
         decoder.add(read)
         for num_left in reversed(range(max_new_tokens)):
             chosen = {row: rows[row].choose(decoder.logits[i]) for i, row in enumerate(decoder.rows)}
-            decoder.drop((yield chosen))
+            yield from chosen.items()
+            decoder.drop(ended)
             if num_left == 0 or not decoder.rows:
                 return
             decoder.step([chosen[row] for row in decoder.rows])
@@ -263,16 +262,8 @@ def _generate(
     return rounds()
 
 
-def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
-    """The next round of tokens, without the rows that have ended; None after the last."""
-    try:
-        return rounds.send(ended)
-    except StopIteration:
-        return None
-
-
 def _check_finite(model: MambaLM, logits: Tensor) -> None:
-    """No text comes of scores that are not finite, though argmax would give one."""
+    """Refuse scores that are not finite: argmax would still choose a token."""
     if torch.isfinite(logits[:, : model.config.vocab_size]).all():  # sync point, as the choice of a token is
         return
     broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
@@ -290,7 +281,7 @@ def _check_finite(model: MambaLM, logits: Tensor) -> None:
 
 
 def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator:
-    """A row's own source of random numbers; row 0 has the seed itself."""
+    """A row's own random generator; row 0 has the seed itself."""
     random = torch.Generator(device=device)
     if seed is None:
         random.seed()
@@ -300,15 +291,15 @@ def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator
 
 
 class _Text:
-    """One row's new text: what is certain of it after each token, up to the first stop string.
+    """One row's new text: what later tokens cannot change, up to the first stop string.
 
-    A decoder looks back: a character's bytes may come in several tokens, and a space may depend on what stands before.
-    So each piece is decoded together with the one before it, the first one with the prompt. The library's own
-    DecodeStream is of no use here: what it holds back at the end cannot be had.
+    Tokens cannot be decoded one by one: a character's bytes may come in several tokens, and a space may depend on the
+    text before. So each piece is decoded together with the one before it, the first one with the prompt. The library's
+    DecodeStream does not give what it still holds at the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop_strings: Sequence[str], repeats: bool) -> None:
-        """`repeats`: the first new token takes the place of the prompt's last, and begins with its text."""
+        """`repeats`: the first new token replaces the prompt's last one, and begins with its text."""
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.held = ""  # decoded, but perhaps the beginning of a stop string
         self.is_stopped = False
@@ -321,7 +312,7 @@ class _Text:
         return self._until_stop(self._decode(token))
 
     def finish(self) -> str:
-        """All that is still held: no token follows."""
+        """All that is still held, when no token follows."""
         text = self._until_stop(self.text[self.num_given :])
         return text if self.is_stopped else text + self.held
 
@@ -334,7 +325,9 @@ class _Text:
         self.tokens.append(token)
         before, self.text = self.text, self.tokenizer.decode(self.tokens)
         adds_nothing = self.text == before  # a special token
-        if adds_nothing or self.text.endswith("\ufffd") or _is_byte(self.tokenizer.id_to_token(token)):
+        # Bytes of their own, like <0x0A>, are decoded together: the next one may change this one's text.
+        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(token) or "")
+        if adds_nothing or self.text.endswith("\ufffd") or is_byte:
             return ""
         new = self.text[self.num_given :]
         self._look_back_on(self.tokens[self.num_old :])
@@ -353,18 +346,16 @@ class _Text:
         return text[:num_sure]
 
 
-def _pieces(texts: list[_Text], rounds: Rounds, stop: frozenset[int]) -> Iterator[tuple[int, str]]:
-    ended: set[int] = set()
-    chosen = next(rounds, None)
-    while chosen is not None:
-        for row, token in chosen.items():
-            text = texts[row]
-            piece = text.finish() if token in stop else text.add(token)
-            if token in stop or text.is_stopped:
-                ended.add(row)
-            if piece:
-                yield row, piece
-        chosen = _next(rounds, ended)
+def _pieces(
+    texts: list[_Text], chosen: Iterator[tuple[int, int]], stop: frozenset[int], ended: set[int]
+) -> Iterator[tuple[int, str]]:
+    for row, token in chosen:
+        text = texts[row]
+        piece = text.finish() if token in stop else text.add(token)
+        if token in stop or text.is_stopped:
+            ended.add(row)
+        if piece:
+            yield row, piece
     for row, text in enumerate(texts):
         if row not in ended and (piece := text.finish()):
             yield row, piece
@@ -382,11 +373,6 @@ def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> lis
             "or, for an empty prompt, end_tokens"
         )
     return tokens
-
-
-def _is_byte(token: str | None) -> bool:
-    """A byte of its own, like <0x0A>: such bytes are decoded together, so the next one may change this one's text."""
-    return token is not None and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:

@@ -21,7 +21,7 @@ from mambakit.config import ConfigError, resolve
 from mambakit.data.prepare import prepare
 from mambakit.data.shards import Index, SplitCounts, read_index
 from mambakit.training.run import train
-from mambakit.training.sizing import Cost, cost, unsaid
+from mambakit.training.sizing import Cost, cost, default_settings
 from mambakit.verify import verify
 
 
@@ -43,7 +43,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
     tokens: int, device: torch.device, shards: Path
 ) -> None:
-    config = resolve(unsaid([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
+    config = resolve(default_settings([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
     flops = {"cpu": 1e11, "cuda": 2e14}[device.type]
     assert config.train.steps is not None
     rows = tokens // config.data.sequence_length
@@ -56,7 +56,7 @@ def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
 
 def test_more_data_makes_a_larger_model_on_a_gpu(shards: Path) -> None:
     sizes = [
-        resolve(unsaid([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
+        resolve(default_settings([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
         for tokens in (10**5, 10**8, 10**9)
     ]
     assert sizes == sorted(set(sizes))
@@ -68,11 +68,11 @@ def test_what_is_said_stays(shards: Path) -> None:
         "optim": {"lr": 1e-9, "min_lr": 0.0},
         "train": {"steps": 7},
     }
-    assert unsaid([said], index_of(10**6, shards), CPU) == {}
+    assert default_settings([said], index_of(10**6, shards), CPU) == {}
     recipe = {"recipe": "paper-130m", "model": "mamba-130m"}
-    assert unsaid([recipe], index_of(10**6, shards), CPU) == {}
+    assert default_settings([recipe], index_of(10**6, shards), CPU) == {}
     without_length = {**said, "train": {}}
-    assert set(unsaid([without_length], index_of(10**6, shards), CPU)) == {"train"}
+    assert set(default_settings([without_length], index_of(10**6, shards), CPU)) == {"train"}
 
 
 def test_costs_of_days_and_of_many_epochs_are_warned_of() -> None:
