@@ -25,6 +25,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 Kernel = Callable[..., Any]
+_intrinsic: Callable[[Kernel], Kernel] = intrinsic  # typed
 
 # Lanes a task works on at once: long enough to hide the loop's set-up, short enough for the state to stay in L1/L2.
 CHANNEL_BLOCK = 256
@@ -58,7 +59,8 @@ def _compile(function: Kernel, fastmath: set[str]) -> Kernel:
     return compiled
 
 
-def _scaled_by_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
+@_intrinsic
+def _times_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
     """significand * 2^k, where `shifted` is k + 1.5 * 2^23 and so holds k in its low mantissa bits."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -70,10 +72,8 @@ def _scaled_by_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any
     return types.float32(types.float32, types.float32), codegen
 
 
-_times_power_of_two: Kernel = intrinsic(_scaled_by_power_of_two)
-
-
-def _clamped(_typing: Any, value: Any, low: Any, high: Any) -> Any:
+@_intrinsic
+def _clamp(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     """min(max(value, low), high) as two vector instructions; NaN passes through."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -84,10 +84,8 @@ def _clamped(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-_clamp: Kernel = intrinsic(_clamped)
-
-
-def _borrowed(_typing: Any, array: Any) -> Any:
+@_intrinsic
+def borrowed(_typing: Any, array: Any) -> Any:
     """The same array without ownership. Slicing an owned array counts references atomically, once per slice, and
     threads that slice the same array wait for each other; the caller holds the arrays anyway."""
 
@@ -100,19 +98,21 @@ def _borrowed(_typing: Any, array: Any) -> Any:
     return array(array), codegen
 
 
-borrowed: Kernel = intrinsic(_borrowed)
+def _in_float32(faster: Kernel) -> Callable[[Kernel], Kernel]:
+    """Kernels call the decorated function as it is, or, with a float32, `faster`."""
+
+    def register(function: Kernel) -> Kernel:
+        @overload(function, inline="always")
+        def implementation(x: Any) -> Any:
+            return faster if x == types.float32 else function
+
+        return function
+
+    return register
 
 
-def exp2(x: float) -> float:
-    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7, which stays at 2^-126 below and 2^127 above."""
-    return float(2.0**x)
-
-
-@overload(exp2, inline="always")
-def _exp2_of(x: Any) -> Any:
-    if x == types.float32:
-        return _exp2_float32
-    return _exp2_float64
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
 
 
 def _exp2_float32(x: Any) -> Any:
@@ -129,51 +129,20 @@ def _exp2_float32(x: Any) -> Any:
     return _times_power_of_two(q * r + np.float32(1.0), shifted)
 
 
-def _exp2_float64(x: Any) -> Any:
+@_in_float32(_exp2_float32)
+def exp2(x: Any) -> Any:
+    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7, which stays at 2^-126 below and 2^127 above."""
     return math.exp(x * 0.6931471805599453)
-
-
-@kernel
-def copy_to(out: Any, values: Any) -> None:
-    """out[:] = values, for short arrays that do not overlap, where numba's own assignment is slow."""
-    for i in range(out.size):
-        out[i] = values[i]
-
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
-
-
-def sigmoid(x: float) -> float:
-    """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + math.exp(-x))
-
-
-@overload(sigmoid, inline="always")
-def _sigmoid_of(x: Any) -> Any:
-    if x == types.float32:
-        return _sigmoid_float32
-    return _sigmoid_float64
 
 
 def _sigmoid_float32(x: Any) -> Any:
     return np.float32(1.0) / (np.float32(1.0) + exp2(x * np.float32(-1.4426950408889634)))
 
 
-def _sigmoid_float64(x: Any) -> Any:
+@_in_float32(_sigmoid_float32)
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + math.exp(-x))
-
-
-def softplus(x: float) -> float:
-    """log(1 + e^x), accurate to the last digits at both ends."""
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-
-
-@overload(softplus, inline="always")
-def _softplus_of(x: Any) -> Any:
-    if x == types.float32:
-        return _softplus_float32
-    return _softplus_float64
 
 
 def _softplus_float32(x: Any) -> Any:
@@ -189,8 +158,17 @@ def _softplus_float32(x: Any) -> Any:
     return np.float32(0.5) * (x + distance) + s * (np.float32(2.0) + w * q)
 
 
-def _softplus_float64(x: Any) -> Any:
+@_in_float32(_softplus_float32)
+def softplus(x: Any) -> Any:
+    """log(1 + e^x), accurate to the last digits at both ends."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+@kernel
+def copy_to(out: Any, values: Any) -> None:
+    """out[:] = values, for short arrays that do not overlap, where numba's own assignment is slow."""
+    for i in range(out.size):
+        out[i] = values[i]
 
 
 def flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int]:
@@ -282,6 +260,12 @@ def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="mambakit")
 
 
-def blocks(size: int, width: int = CHANNEL_BLOCK) -> Sequence[tuple[int, int]]:
+def for_each_block(work: Callable[[int, int, int], None], rows: int, channels: int) -> None:
+    """work(row, begin, end) for each row and each block of channels, as `for_each`."""
+    ranges = blocks(channels, CHANNEL_BLOCK)
+    for_each(lambda task: work(task // len(ranges), *ranges[task % len(ranges)]), rows * len(ranges))
+
+
+def blocks(size: int, width: int) -> Sequence[tuple[int, int]]:
     """[begin, end) ranges of at most `width` that cover range(size)."""
     return [(begin, min(begin + width, size)) for begin in range(0, size, width)]

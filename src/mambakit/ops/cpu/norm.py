@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import compute_dtype
 from .activation import gate as apply_gate
 from .activation import gate_backward
 from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, reduction_kernel
@@ -130,37 +131,37 @@ def _flat_or_empty(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Any, int]
 
 def forward(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, gate_last: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, x + residual) in `dtype`, both of x's shape; the second is empty without a residual."""
-    channels = x.shape[-1]
+    group: int, gate_last: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(y in x's dtype, x + residual in the residual's), both of x's shape."""
+    channels, dtype = x.shape[-1], compute_dtype(x)
     y = torch.empty(x.shape, dtype=dtype)
     total = torch.empty(x.shape if residual is not None else (0, channels), dtype=dtype)
-    arguments = (
-        *flat(x, dtype), *_flat_or_empty(residual, dtype),
-        *_common(weight, eps, gate, group, gate_last, channels, dtype),
-        y.view(-1, channels).numpy(), total.view(-1, channels).numpy(),
-    )  # fmt: skip
+    settings = _common(weight, eps, gate, group, gate_last, channels, dtype)
+    outputs = y.view(-1, channels).numpy(), total.view(-1, channels).numpy()
+    arguments = (*flat(x, dtype), *_flat_or_empty(residual, dtype), *settings, *outputs)
     ranges = blocks(x.numel() // channels, ROWS)
     for_each(lambda task: _forward_rows(*arguments, *ranges[task]), len(ranges))
-    return y, total
+    return y.to(x.dtype), total.to(residual.dtype) if residual is not None else None
 
 
 def backward(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, gate_last: bool, dy: Tensor, dtotal: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(gradient of total = x + residual, of weight, of gate) in `dtype`; the last is empty without a gate."""
-    channels = total.shape[-1]
+    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool,
+    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, *, dgate: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
+    that is given is written to."""
+    channels, dtype = total.shape[-1], compute_dtype(total)
     ranges = blocks(total.numel() // channels, ROWS)
     dvalues = torch.empty(total.shape, dtype=dtype)
-    dgate = torch.empty(total.shape if gate is not None else (0, channels), dtype=dtype)
+    dgates = torch.empty(total.shape if gate is not None else (0, channels), dtype=dtype)
     dweight = torch.empty(len(ranges), channels, dtype=dtype)
-    upstream = dtotal if dtotal is not None else torch.empty(0, channels)
-    arguments = (
-        *flat(total, dtype), *_common(weight, eps, gate, group, gate_last, channels, dtype),
-        array(dy, dtype).reshape(-1, channels), array(upstream, dtype).reshape(-1, channels),
-        dvalues.view(-1, channels).numpy(), dgate.view(-1, channels).numpy(), dweight.numpy(),
-    )  # fmt: skip
+    upstream = dy, dtotal if dtotal is not None else torch.empty(0, channels)
+    settings = _common(weight, eps, gate, group, gate_last, channels, dtype)
+    inputs = *flat(total, dtype), *settings, *(array(tensor, dtype).reshape(-1, channels) for tensor in upstream)
+    arguments = (*inputs, *(tensor.view(-1, channels).numpy() for tensor in (dvalues, dgates, dweight)))
     for_each(lambda task: _backward_rows(*arguments, task, *ranges[task]), len(ranges))
-    return dvalues, dweight.sum(0), dgate
+    dresidual = dvalues.to(total.dtype) if total.dtype != x_dtype else None
+    if gate is not None:
+        dgate = dgates.to(gate.dtype) if dgate is None else dgate.copy_(dgates)
+    return dvalues.to(x_dtype), dresidual, dweight.sum(0).to(weight.dtype) if weight is not None else None, dgate

@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import compute_dtype, document_starts
+from ..selective_scan import positive_dt
+from ..ssd import SSDInputs, per_channel
 from .jit import LOG2_E, array, blocks, borrowed, exp2, flat, for_each, kernel, reduction_kernel
 
 CHUNK = 64
@@ -46,9 +49,9 @@ class Plan:
     rows: int
 
     @classmethod
-    def of(cls, x: Tensor, chunk_size: int | None) -> Plan:
-        batch, length, heads, head_dim = x.shape
-        chunks = -(-length // (chunk_size or CHUNK))
+    def of(cls, inputs: SSDInputs) -> Plan:
+        batch, length, heads, head_dim = inputs.x.shape
+        chunks = -(-length // (inputs.chunk_size or CHUNK))
         chunk = -(-length // chunks)
         tokens = max(chunk, PIECE // (heads * head_dim))
         span = chunk * min(chunks, tokens // chunk)
@@ -221,13 +224,17 @@ class _Piece:
     """What forward and backward both need of a piece. Tensors like x are (B, c, Q, H, P)."""
 
     def __init__(
-        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, state: Tensor, chunk: int
+        self, inputs: SSDInputs, starts: Tensor | None, chunk: int, at: tuple[slice, slice], state: Tensor
     ) -> None:
+        """The rows and tokens `at` of inputs whose dt is already positive, and the state before them."""
+        x, dt, B, C = (tensor[at] for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
         self.length, self.chunk, self.groups = x.shape[1], chunk, B.shape[2]
         self.heads_per_group = x.shape[2] // self.groups
         self.x, self.dt = self.chunked(x, state.dtype), self.chunked(dt, state.dtype)  # dt (B, c, Q, H)
         self.B, self.C = (self.chunked(t, state.dtype).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
-        self.first, self.high, self.low, self.from_start, self.to_end, self.chunk_decay = self._decays(A, starts)
+        self.first, self.high, self.low, self.from_start, self.to_end, self.chunk_decay = self._decays(
+            inputs.A, starts[at] if starts is not None else None
+        )
         self.X_to_end = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
         self.states, self.final_state = self.pass_states(self.B.transpose(-1, -2) @ self.X_to_end, state)
 
@@ -353,48 +360,58 @@ def _full_state(state: Tensor, heads_per_group: int) -> Tensor:
     return grouped.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
-def kept_shape(x: Tensor, B: Tensor, chunk_size: int | None) -> tuple[int, ...]:
+def kept_shape(inputs: SSDInputs) -> tuple[int, ...]:
     """Shape of the states kept for backward, (B, spans, G, N, hP)."""
-    groups, num_states = B.shape[2:]
-    return x.shape[0], Plan.of(x, chunk_size).num_spans, groups, num_states, x.shape[2] * x.shape[3] // groups
+    batch, _, heads, head_dim = inputs.x.shape
+    groups, num_states = inputs.B.shape[2:]
+    return batch, Plan.of(inputs).num_spans, groups, num_states, heads * head_dim // groups
 
 
-def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, initial_state: Tensor | None,
-    chunk_size: int | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, H, P) without the D term, final state (B, H, P, N), kept states) in `dtype`. dt is already positive."""
-    plan = Plan.of(x, chunk_size)
-    groups = B.shape[2]
+def forward(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(y (B, L, H, P) in x's dtype, final state (B, H, P, N), kept states)."""
+    x, dtype = inputs.x, compute_dtype(inputs.x)
+    plan, groups = Plan.of(inputs), inputs.B.shape[2]
+    starts = document_starts("ssd", inputs.doc_ids)
+    softplus = positive_dt(inputs.dt, inputs.dt_bias, inputs.dt_softplus, dtype)
+    inputs = inputs._replace(dt=softplus.clamp(inputs.dt_low, inputs.dt_high))
     y = x.new_empty(x.shape, dtype=dtype)
-    kept = x.new_zeros(kept_shape(x, B, chunk_size), dtype=dtype)
-    final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
-    if initial_state is not None:
-        kept[:, 0] = _flat_state(initial_state.to(dtype), groups)
+    kept = x.new_zeros(kept_shape(inputs), dtype=dtype)
+    final_state = x.new_empty(x.shape[0], *x.shape[2:], inputs.B.shape[3], dtype=dtype)
+    if inputs.initial_state is not None:
+        kept[:, 0] = _flat_state(inputs.initial_state.to(dtype), groups)
     with torch.autocast(x.device.type, enabled=False):
         for rows in plan.row_blocks():
             state = kept[rows, 0]
             for span in range(plan.num_spans):
                 kept[rows, span] = state
                 at = (rows, plan.time(span))
-                piece = _Piece(
-                    x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None, state, plan.chunk
-                )
+                piece = _Piece(inputs, starts, plan.chunk, at, state)
                 y_intra = piece.scores()[1] @ _head_major(piece.x, piece.dt)  # (B, c, H, Q, P)
                 y_inter = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
                 y[at] = piece.whole(torch.addcmul(y_intra.transpose(2, 3), y_inter, piece.from_start[..., None]))
                 state = piece.final_state
             final_state[rows] = _full_state(state, x.shape[2] // groups)
-    return y, final_state, kept
+    if inputs.D is not None:
+        y.addcmul_(per_channel(inputs.D, dtype), x.to(dtype))
+    return y.to(x.dtype), final_state, kept
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, kept: Tensor,
-    chunk_size: int | None, dy: Tensor, dfinal_state: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (x, dt, A, B, C, initial_state) in `dtype`."""
-    plan = Plan.of(x, chunk_size)
-    groups = B.shape[2]
+    inputs: SSDInputs,
+    kept: Tensor,
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+    *,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state). Those of x, B and C are written `into` tensors where
+    these are given."""
+    x, dt, A, B, C, D = inputs[:6]
+    dtype, plan = compute_dtype(x), Plan.of(inputs)
+    starts = document_starts("ssd", inputs.doc_ids)
+    softplus = positive_dt(dt, inputs.dt_bias, inputs.dt_softplus, dtype)
+    inputs = inputs._replace(x=x.to(dtype), dt=softplus.clamp(inputs.dt_low, inputs.dt_high))
+    dy = dy.to(dtype)
     dx, ddt, dB, dC = (torch.empty(t.shape, dtype=dtype, device=x.device) for t in (x, dt, B, C))
     dA = torch.zeros(A.shape, dtype=dtype, device=x.device)
     dinitial = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
@@ -403,17 +420,24 @@ def backward(
             if dfinal_state is None:
                 dstate = torch.zeros_like(kept[rows, 0])
             else:
-                dstate = _flat_state(dfinal_state[rows].to(dtype), groups)
+                dstate = _flat_state(dfinal_state[rows].to(dtype), B.shape[2])
             for span in reversed(range(plan.num_spans)):
                 at = (rows, plan.time(span))
-                piece = _Piece(
-                    x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None,
-                    kept[rows, span], plan.chunk,
-                )  # fmt: skip
+                piece = _Piece(inputs, starts, plan.chunk, at, kept[rows, span])
                 dx[at], ddt[at], dA_part, dB[at], dC[at], dstate = _backward_piece(piece, A.to(dtype), dy[at], dstate)
                 dA += dA_part
             dinitial[rows] = _full_state(dstate, piece.heads_per_group)
-    return dx, ddt, dA, dB, dC, dinitial
+    dD = None
+    if D is not None:
+        dD = (dy * inputs.x).sum((0, 1) if D.dim() == 2 else (0, 1, 3))
+        dx.addcmul_(per_channel(D, dtype), dy)
+    ddt *= (softplus >= inputs.dt_low) & (softplus <= inputs.dt_high)
+    if inputs.dt_softplus:
+        ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
+    ddt_bias = ddt.sum((0, 1)) if inputs.dt_bias is not None else None
+    for out, grad in zip(into or (), (dx, dB, dC), strict=False):
+        out.copy_(grad)
+    return dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial
 
 
 def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
