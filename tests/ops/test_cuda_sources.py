@@ -160,10 +160,10 @@ def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: 
     folder = nvrtc.cache_folder()
     assert folder is not None and folder.is_relative_to(tmp_path / "node")
     monkeypatch.setenv("TRITON_CACHE_DIR", "chosen")
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     assert os.environ["TRITON_CACHE_DIR"] == "chosen"
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     assert Path(os.environ["TRITON_CACHE_DIR"]).is_relative_to(tmp_path / "node")
 
 

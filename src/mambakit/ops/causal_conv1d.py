@@ -66,8 +66,8 @@ def causal_conv1d_split(
     check_conv(inputs, activation)
     is_eager = not torch.compiler.is_compiling() and torch.is_grad_enabled()
     if is_eager and dispatch.pick("causal_conv1d", *inputs) == "cuda":
-        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ConvSplit.apply(xz, *inputs[1:])  # type: ignore[no-untyped-call]
-        return outputs
+        y, again, z, final_state = _ConvSplit.apply(xz, *inputs[1:])  # type: ignore[no-untyped-call]
+        return y, again, z, final_state
     y, final_state = dispatch.call("causal_conv1d", *inputs)
     return y, y, z, final_state
 

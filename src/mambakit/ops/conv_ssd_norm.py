@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import dispatch, operators
 from .causal_conv1d import ConvInputs, _conv, causal_conv1d, check_conv
-from .norm import _norm, check_norm, rms_norm
+from .norm import NormSettings, _norm, check_norm, rms_norm
 from .operators import kernels
 from .ssd import SSDInputs, _ssd, check_ssd, ssd
 
@@ -149,8 +149,8 @@ def _backward(
     dxBC = torch.empty_like(xBC)
     z, conv_input, dt = _split(zxBCdt, A, head_dim, conv_weight)
     dz, dconv_input, ddt = _split(dzxBCdt, A, head_dim, conv_weight)
-    settings = inputs.norm_weight, inputs.eps, z, inputs.group, False
-    dy, _, dnorm_weight, _ = kernels("norm", y).backward(y.flatten(-2), *settings, dnormed, None, y.dtype, dgate=dz)
+    settings = NormSettings(inputs.norm_weight, inputs.eps, z, inputs.group, False)
+    dy, _, dnorm_weight, _ = kernels("norm", y).backward(y.flatten(-2), settings, dnormed, None, y.dtype, dz)
     dxBC_parts = _heads(dxBC, A, head_dim, inputs.num_groups)
     _, ddt_apart, dA, _, _, dD, ddt_bias, dssm_state = kernels("ssd", y).backward(
         inputs.ssd(xBC, dt), kept, dy.view(y.shape), dfinal_ssm, into=dxBC_parts

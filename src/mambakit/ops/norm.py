@@ -11,7 +11,7 @@ the new residual as it was stored.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,16 @@ from .operators import kernels
 
 # A GPU kernel has a whole group in registers.
 LARGEST_GROUP_ON_GPU = 16_384
+
+
+class NormSettings(NamedTuple):
+    """What the kernels of both directions take."""
+
+    weight: Tensor | None
+    eps: float
+    gate: Tensor | None
+    group: int
+    gate_last: bool
 
 
 @overload
@@ -55,16 +65,16 @@ def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch
     """rms_norm's y in `dtype`, computed again from its new residual. For backward passes: it has no gradient."""
     arguments = total, weight, eps, None, None, total.shape[-1], False
     if dispatch.pick("rms_norm", *arguments) == "triton":
-        y: Tensor = kernels("norm", total).forward(*arguments, dtype=dtype)[0]
+        settings = NormSettings(weight, eps, None, total.shape[-1], False)
+        y: Tensor = kernels("norm", total).forward(total, None, settings, dtype=dtype)[0]
     else:
         y = dispatch.call("rms_norm", *arguments)[0].to(dtype)
     return y
 
 
 def check_norm(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group_size: int | None,
-) -> int:  # fmt: skip
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None, group_size: int | None
+) -> int:
     """The group size, once the arguments fit each other."""
     letters = f"{batch_letters('rms_norm', 'x', x)} D"
     sizes = Sizes("rms_norm")("x", x, letters)("weight", weight, "D")
@@ -103,7 +113,8 @@ def _norm(
     group: int, norm_before_gate: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, new residual; empty without a residual)."""
-    y, total = kernels("norm", x).forward(x, weight, eps, residual, gate, group, norm_before_gate)
+    settings = NormSettings(weight, eps, gate, group, norm_before_gate)
+    y, total = kernels("norm", x).forward(x, residual, settings)
     return y, _no_sum(x) if total is None else total
 
 
@@ -126,16 +137,14 @@ def _norm_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, residual, weight and gate, each in its own dtype; `total` has the residual's. The residual's is
     empty where it would equal that of x: outputs of an operator may not share memory."""
-    module = kernels("norm", total)
-    grads = module.backward(total, weight, eps, gate, group, norm_before_gate, dy, dtotal, x_dtype)
+    settings = NormSettings(weight, eps, gate, group, norm_before_gate)
+    grads = kernels("norm", total).backward(total, settings, dy, dtotal, x_dtype, None)
     return [total.new_empty(0) if grad is None else grad for grad in grads]
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _norm_backward_fake(*arguments: Any) -> list[Tensor]:
+    total, weight, _, gate, *_, x_dtype = arguments
     dx = total.new_empty(total.shape, dtype=x_dtype)
     given = total if total.dtype != x_dtype else None, weight, gate
     return [dx, *(total.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)]

@@ -122,7 +122,7 @@ def _plain_step(
     dt_softplus: bool, dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = compute_dtype(x)
-    steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
     y, state = _advance(x.to(dtype), steps, A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype))
     if D is not None:
         y = y + per_channel(D, dtype) * x.to(dtype)
@@ -138,13 +138,6 @@ def _check_limit(op: str, dt_limit: tuple[float, float]) -> None:
     low, high = dt_limit if len(dt_limit) == 2 else (math.nan, math.nan)
     if not low <= high:
         raise ValueError(f"{op}: dt_limit={dt_limit}; need (lowest, highest) with lowest <= highest")
-
-
-def limited_dt(
-    dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], dtype: torch.dtype
-) -> Tensor:
-    """clamp(softplus(dt + dt_bias), dt_limit) in the compute dtype."""
-    return positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
 
 
 def per_channel(D: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,7 +161,7 @@ def ssd_reference(
     """The recurrence as it is written above, one step of time after the other."""
     dtype = compute_dtype(x)
     starts = document_starts("ssd", doc_ids)
-    steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
     xs, As, Bs, Cs = x.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
     if initial_state is None:
         state = xs.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])  # (B, H, P, N)
@@ -204,12 +197,12 @@ def ssd_chunked(
         chunks: Tensor = padded.unflatten(1, (-1, chunk))
         return chunks
 
-    xs, steps = chunked(x.to(dtype)), chunked(limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype))
+    steps = chunked(positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit))
+    xs = chunked(x.to(dtype))
     Bs, Cs = (chunked(t.to(dtype)).repeat_interleave(share, dim=3) for t in (B, C))  # (B, c, Q, H, N)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    cum = torch.einsum(
-        "ij,bcjh->bcih", lower.to(wide), steps.to(wide) * A.to(wide)
-    )  # a sum over j <= i, in a fixed order
+    # A sum over j <= i, in a fixed order.
+    cum = torch.einsum("ij,bcjh->bcih", lower.to(wide), steps.to(wide) * A.to(wide))
     starts = document_starts("ssd", doc_ids)
     if starts is None:
         starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -295,13 +288,7 @@ def _why_no_step(*arguments: Any) -> str | None:
     return None
 
 
-def _step_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from .gpu import ssd as kernels
-
-    return kernels.step(*arguments)
-
-
 dispatch.TABLE["ssd_step"] = {
-    "triton": dispatch.Row(_step_kernel, _why_no_step),
+    "triton": dispatch.Row(lambda x, *rest: operators.kernels("ssd", x).step(x, *rest), _why_no_step),
     **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_plain_step)),
 }

@@ -176,28 +176,11 @@ def flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int]:
 
     Row r is flat[r * distance : r * distance + C].
     """
-    tensor = tensor.detach().to(dtype)
-    if not _rows_are_even(tensor):
-        tensor = tensor.contiguous()
-    channels = tensor.shape[-1]
-    rows = tensor.numel() // max(channels, 1)
-    distance = tensor.stride(-2) if tensor.dim() > 1 and rows > 1 else channels
-    extent = (rows - 1) * distance + channels
-    return tensor.as_strided((extent,), (1,)).numpy(), distance
-
-
-def _rows_are_even(tensor: Tensor) -> bool:
-    """Whether all leading dimensions step through memory as one, and channels are neighbours."""
-    if tensor.numel() == 0 or tensor.stride(-1) != 1:
-        return tensor.is_contiguous()
-    expected = None
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if expected is not None and stride != expected:
-            return False
-        expected = stride * size
-    return tensor.dim() < 2 or tensor.shape[-2] > 1 or tensor.is_contiguous()
+    rows = tensor.detach().to(dtype).reshape(-1, tensor.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    count, channels = rows.shape
+    distance = rows.stride(0) if count > 1 else channels
+    return rows.as_strided(((count - 1) * distance + channels,), (1,)).numpy(), distance
 
 
 def array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import compute_dtype
+from ..norm import NormSettings
 from .activation import gate as apply_gate
 from .activation import gate_backward
 from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, reduction_kernel
@@ -115,11 +116,9 @@ def _backward_rows(
             _add(inner, dtotal[row], dvalues[row])
 
 
-def _common(
-    weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool, channels: int,
-    dtype: torch.dtype,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Weight, gate and settings as the kernels take them; an absent gate is an empty array."""
+def _arguments(settings: NormSettings, channels: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The settings as the kernels take them; an absent gate is an empty array."""
+    weight, eps, gate, group, gate_last = settings
     scale = weight if weight is not None else torch.ones(channels)
     typed_eps = array(torch.tensor(eps, dtype=dtype), dtype)[()]
     return array(scale, dtype), *_flat_or_empty(gate, dtype), typed_eps, group, gate_last
@@ -129,37 +128,33 @@ def _flat_or_empty(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Any, int]
     return flat(tensor, dtype) if tensor is not None else (array(torch.empty(0), dtype), 0)
 
 
-def forward(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, gate_last: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def forward(x: Tensor, residual: Tensor | None, settings: NormSettings) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype, x + residual in the residual's), both of x's shape."""
     channels, dtype = x.shape[-1], compute_dtype(x)
     y = torch.empty(x.shape, dtype=dtype)
     total = torch.empty(x.shape if residual is not None else (0, channels), dtype=dtype)
-    settings = _common(weight, eps, gate, group, gate_last, channels, dtype)
-    outputs = y.view(-1, channels).numpy(), total.view(-1, channels).numpy()
-    arguments = (*flat(x, dtype), *_flat_or_empty(residual, dtype), *settings, *outputs)
+    inputs = *flat(x, dtype), *_flat_or_empty(residual, dtype), *_arguments(settings, channels, dtype)
+    arguments = (*inputs, y.view(-1, channels).numpy(), total.view(-1, channels).numpy())
     ranges = blocks(x.numel() // channels, ROWS)
     for_each(lambda task: _forward_rows(*arguments, *ranges[task]), len(ranges))
     return y.to(x.dtype), total.to(residual.dtype) if residual is not None else None
 
 
 def backward(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool,
-    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, *, dgate: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    total: Tensor, settings: NormSettings, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, dgate: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
     that is given is written to."""
+    weight, gate = settings.weight, settings.gate
     channels, dtype = total.shape[-1], compute_dtype(total)
     ranges = blocks(total.numel() // channels, ROWS)
     dvalues = torch.empty(total.shape, dtype=dtype)
     dgates = torch.empty(total.shape if gate is not None else (0, channels), dtype=dtype)
     dweight = torch.empty(len(ranges), channels, dtype=dtype)
     upstream = dy, dtotal if dtotal is not None else torch.empty(0, channels)
-    settings = _common(weight, eps, gate, group, gate_last, channels, dtype)
-    inputs = *flat(total, dtype), *settings, *(array(tensor, dtype).reshape(-1, channels) for tensor in upstream)
-    arguments = (*inputs, *(tensor.view(-1, channels).numpy() for tensor in (dvalues, dgates, dweight)))
+    inputs = (array(tensor, dtype).reshape(-1, channels) for tensor in upstream)
+    outputs = (tensor.view(-1, channels).numpy() for tensor in (dvalues, dgates, dweight))
+    arguments = (*flat(total, dtype), *_arguments(settings, channels, dtype), *inputs, *outputs)
     for_each(lambda task: _backward_rows(*arguments, task, *ranges[task]), len(ranges))
     dresidual = dvalues.to(total.dtype) if total.dtype != x_dtype else None
     if gate is not None:

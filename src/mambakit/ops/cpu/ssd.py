@@ -19,7 +19,7 @@ N state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -397,12 +397,7 @@ def forward(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    inputs: SSDInputs,
-    kept: Tensor,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
-    *,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    inputs: SSDInputs, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: Sequence[Tensor] = ()
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state). Those of x, B and C are written `into` tensors where
     these are given."""
@@ -435,7 +430,7 @@ def backward(
     if inputs.dt_softplus:
         ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
     ddt_bias = ddt.sum((0, 1)) if inputs.dt_bias is not None else None
-    for out, grad in zip(into or (), (dx, dB, dC), strict=False):
+    for out, grad in zip(into, (dx, dB, dC), strict=False):
         out.copy_(grad)
     return dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial
 

@@ -32,12 +32,7 @@ def forward(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    inputs: ConvInputs,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
-    *,
-    more_dy: Tensor | None = None,
-    dx: Tensor | None = None,
+    inputs: ConvInputs, dy: Tensor, dfinal_state: Tensor | None, more_dy: Tensor | None = None, dx: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, weight, bias and the initial state. The gradient of y may come in two parts; that of x is written
     to `dx` where it is given."""

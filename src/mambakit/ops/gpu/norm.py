@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..norm import NormSettings
 from .device import processors
 
 # The least elements of a program: small groups share one, so that all its threads have work.
@@ -112,10 +113,10 @@ def _backward_kernel(
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, gate_last: bool, dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, settings: NormSettings, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype or another, x + residual in the residual's), both contiguous and of x's shape."""
+    weight, eps, gate, group, gate_last = settings
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if residual is not None else None
     channels, rows = x.shape[-1], x.numel() // x.shape[-1]
@@ -134,11 +135,11 @@ def forward(
 
 
 def backward(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool,
-    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, *, dgate: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    total: Tensor, settings: NormSettings, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, dgate: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
     that is given, rows of neighbouring channels, is written to."""
+    weight, eps, gate, group, gate_last = settings
     shape, device = total.shape, total.device
     dx = torch.empty(shape, dtype=x_dtype, device=device)
     dresidual = torch.empty(shape, dtype=total.dtype, device=device) if total.dtype != x_dtype else None

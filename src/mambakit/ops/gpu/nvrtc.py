@@ -185,7 +185,7 @@ def cache_folder() -> Path | None:
     return _own_folder(home / "mambakit", "kernels")
 
 
-def keep_triton_s_cache_on_the_node() -> None:
+def use_triton_cache_of_the_node() -> None:
     """Nodes of a job that share Triton's cache on a network file system would race for it: give each its own."""
     if is_under_a_job() and "TRITON_CACHE_DIR" not in os.environ:
         folder = _own_folder(_folder_of_the_node(), "triton")
@@ -303,10 +303,7 @@ class Kernels:
             return function
 
 
-@functools.cache
-def kernels(file: str, **constants: int) -> Kernels:
-    """The same object for the same file and constants, so that each is compiled and loaded once."""
-    return Kernels(file, **constants)
+kernels = functools.cache(Kernels)  # the same object for the same arguments: each is compiled and loaded once
 
 
 def rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

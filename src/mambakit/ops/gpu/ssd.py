@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,26 +89,16 @@ class Tiles:
     def of(cls, x: Tensor, num_states: int, *, tma: bool = True) -> Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
-            return cls(
-                32, min(padded, 32), chunk_states=_warps(4, 1), intra_chunk=_warps(8, 1), dx_and_db=_warps(8, 1),
-                dc=_warps(8, 1), forward={16: _warps(4, 1)}, precise=True,
-            )  # fmt: skip
-        channels = min(padded, 64)
+            four, eight = _warps(4, 1), _warps(8, 1)
+            return cls(32, min(padded, 32), four, eight, eight, eight, forward={16: four}, precise=True)
+        channels, two, three = min(padded, 64), _warps(4, 2), _warps(4, 3)
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks fit in registers only where the tensor cores read their operands from shared memory.
-            return cls(
-                32, channels, chunk_states=_warps(4, 3), intra_chunk=_warps(4, 2), dx_and_db=_warps(4, 2),
-                dc=_warps(4, 2), forward={64: _warps(4, 2)},
-            )  # fmt: skip
+            return cls(32, channels, three, two, two, two, forward={64: two})
+        limited = _warps(4, 3, 168)
         if not tma:  # only 64 channels: Triton 3.6 compiles 32 wrongly where tiles are read by addresses
-            return cls(
-                64, channels, chunk_states=_warps(4, 3, 168), intra_chunk=_warps(4, 3), dx_and_db=_warps(4, 2),
-                dc=_warps(4, 3), forward={64: _warps(4, 2)},
-            )  # fmt: skip
-        return cls(
-            64, channels, chunk_states=_warps(4, 3, 168), intra_chunk=_warps(4, 3, 168), dx_and_db=_warps(4, 3),
-            dc=_warps(4, 3), forward={32: _warps(4, 3), 64: _warps(4, 3)}, tma=True,
-        )  # fmt: skip
+            return cls(64, channels, limited, three, two, three, forward={64: two})
+        return cls(64, channels, limited, limited, three, three, forward={32: three, 64: three}, tma=True)
 
 
 def _fits_tma(tensor: Tensor) -> bool:
@@ -266,20 +257,15 @@ def forward(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    inputs: SSDInputs,
-    kept: Tensor,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
-    *,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    inputs: SSDInputs, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: Sequence[Tensor] = ()
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), None where that is absent. Those of x, B and C are
     written `into` tensors of x's dtype where these are given."""
     plan, D = _Plan.of(inputs), inputs.D
     x, B, C, dy = (_dense(t.to(inputs.x.dtype)) for t in (inputs.x, inputs.B, inputs.C, dy))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into[0]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if not into else into[0]
     plan = plan.for_tensors(x, B, C, dy, dx)
-    if into is not None and plan.parts == 1:
+    if into and plan.parts == 1:
         dB, dC = into[1][None], into[2][None]
     else:  # several parts are rounded after they are summed
         dtypes = (inputs.B.dtype, inputs.C.dtype) if plan.parts == 1 else (torch.float32, torch.float32)
@@ -296,7 +282,7 @@ def backward(
         dD_per_head = dD if D is not None and D.dim() == 1 else None
         ddt, dA, ddt_bias = _dt_gradients(plan, inputs, decays, inter_sums, intra_sums, state_dstates, dD_per_head)
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
-    if into is not None and plan.parts > 1:
+    if into and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
     sums = [parts.sum(0) if parts is not None else None for parts in (dA, dD, ddt_bias)]
     return dx, ddt, sums[0], dB, dC, *sums[1:], dinitial if inputs.initial_state is not None else None
