@@ -68,7 +68,7 @@ def causal_conv1d_split(
     if is_eager and dispatch.pick("causal_conv1d", *inputs) == "cuda":
         y, again, z, final_state = _ConvSplit.apply(xz, *inputs[1:])  # type: ignore[no-untyped-call]
         return y, again, z, final_state
-    y, final_state = dispatch.call("causal_conv1d", *inputs)
+    y, final_state = causal_conv1d(x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation)
     return y, y, z, final_state
 
 

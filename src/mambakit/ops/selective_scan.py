@@ -77,12 +77,11 @@ def selective_scan_split(
     On a GPU, backward writes these channels of the gradient of a wider gate, and leaves the others to the convolution.
     """
     inputs = ScanInputs(x, dt, A, B, C, D, _last_channels(gate, x), dt_bias, True, doc_ids, initial_state)
-    _check(inputs)
     is_wide = gate.shape[-1] > x.shape[-1] and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if is_wide and dispatch.pick("selective_scan", *inputs) == "cuda":
-        y, final_state = _ScanSplit.apply(gate, *inputs._replace(z=None))  # type: ignore[no-untyped-call]
-    else:
-        y, final_state, *_ = dispatch.call("selective_scan", *inputs)
+    if not is_wide or dispatch.pick("selective_scan", *inputs) != "cuda":
+        return selective_scan(*inputs[:8], doc_ids=doc_ids, initial_state=initial_state)
+    _check(inputs)
+    y, final_state = _ScanSplit.apply(gate, *inputs._replace(z=None))  # type: ignore[no-untyped-call]
     return y, final_state
 
 

@@ -1,13 +1,13 @@
 // Selective scan, forward and backward.
 //
-// A warp owns CHANNELS neighbouring channels of one row of the batch and walks along time. Each thread keeps the states
-// of 4 channels x 4 states in registers: Q lanes share 4 channels and divide their N states, 32 / Q such groups make the
-// warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and gradients per
-// channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
+// A warp has CHANNELS neighbouring channels of one row of the batch and goes along time. Each thread keeps the states
+// of 4 channels x 4 states in registers: Q lanes share 4 channels and divide their N states, and 32 / Q such groups
+// are a warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and the
+// gradients per channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
 //
-// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; WARPS of a block; KEEP, the steps between states
-// that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction: all states of a tile of
-// BACKWARD_TILE are in registers.
+// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; WARPS of a block; KEEP, the steps between the
+// states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction: all
+// states of a tile of BACKWARD_TILE are in registers.
 
 #define NC 4  // channels of a thread
 #define NS 4  // states of a thread
@@ -27,7 +27,7 @@ struct Inputs {
     const float *A, *D, *bias;  // (D, N), (D), (D)
     const int* documents;       // (batch, length), contiguous
     index_t batch, length, channels;
-    index_t chunks, chunk_length;  // time is cut into chunks, which run side by side
+    index_t chunks, chunk_length;  // time is cut into chunks, which run in parallel
 };
 
 // Where a warp works: a row, a chunk of time, some channels.
@@ -187,8 +187,8 @@ __device__ __forceinline__ void sum_states(float (&own)[OWN], float (&values)[NC
         for (int c = 0; c < NC / 2; ++c)
             if (c < left) {
                 float low = values[c], high = values[c + left];
-                float sent = q & bit ? low : high;
-                values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, sent, bit);
+                float other = q & bit ? low : high;
+                values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, other, bit);
             }
     }
 #pragma unroll
@@ -211,11 +211,11 @@ __device__ __forceinline__ void advance(Tile& h, const Tile& A, const float (&dt
 
 struct Forward {
     Inputs in;
-    const float* initial_states;  // (batch, chunks, channels, N): the state before each chunk; zeros where there is none
+    const float* initial_states;  // (batch, chunks, channels, N): the state before each chunk; or null: zeros
     io_t* y;                // (batch, length, channels)
     float* final_state;     // (batch, channels, N)
     float* kept;            // (batch, length / KEEP, channels, N): the state before each KEEP steps
-    float* chunk_states;         // (batch, chunks, channels, N): what a chunk alone leaves behind
+    float* chunk_states;         // (batch, chunks, channels, N): each chunk's last state, from zero
     float* total_dt;        // (batch, chunks, channels): summed over a chunk; infinite where a document begins inside
 };
 
@@ -241,15 +241,16 @@ __device__ __forceinline__ void fetch_states(io_t (&values)[TILE_WORDS], const C
     }
 }
 
-__device__ __forceinline__ void stage_states(float (&tile)[FORWARD_TILE][PADDED], const io_t (&values)[TILE_WORDS], int lane) {
+__device__ __forceinline__ void stage_states(float (&tile)[FORWARD_TILE][PADDED], const io_t (&values)[TILE_WORDS],
+                                             int lane) {
 #pragma unroll
     for (int k = 0; k < TILE_WORDS; ++k)
         if (k * 32 + lane < FORWARD_TILE * PADDED) tile[0][k * 32 + lane] = widen(values[k]);
 }
 
 template <bool with_output, bool with_starts>
-__device__ __forceinline__ void forward_tile(float (&y)[FORWARD_TILE][OWN], Tile& h, const Tile& A, const ForwardShared& shared,
-                                             unsigned starts, const Place& at) {
+__device__ __forceinline__ void forward_tile(float (&y)[FORWARD_TILE][OWN], Tile& h, const Tile& A,
+                                             const ForwardShared& shared, unsigned starts, const Place& at) {
 #pragma unroll
     for (int i = 0; i < FORWARD_TILE; ++i) {
         float dt[NC], u[NC], B[NS], Cs[NS], sums[NC];
@@ -271,7 +272,7 @@ __device__ __forceinline__ void forward_tile(float (&y)[FORWARD_TILE][OWN], Tile
     }
 }
 
-// With output: y, the kept states and the final one. Without: only what each chunk leaves behind, from zero.
+// With output: y, the kept states and the final one. Without: only each chunk's last state, from zero.
 template <bool with_output>
 __device__ __forceinline__ void forward(const Forward& p) {
     __shared__ __align__(16) ForwardShared all_shared[WARPS];
@@ -284,7 +285,8 @@ __device__ __forceinline__ void forward(const Forward& p) {
     load_A(A, at, in);
     const index_t state_size = in.channels * N;
     clear(h);
-    if (with_output && p.initial_states) load_states(h, p.initial_states + (at.row * in.chunks + at.chunk) * state_size, at, in);
+    if (with_output && p.initial_states)
+        load_states(h, p.initial_states + (at.row * in.chunks + at.chunk) * state_size, at, in);
     float D[OWN], bias[OWN], total[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
@@ -400,12 +402,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_states(const
 }
 #endif
 
-// ------------------------------------------------------------------------------------- carrying states between chunks
+// -------------------------------------------------------------------------------------- passing states between chunks
 
 struct StatePassing {
-    float* states;          // (batch, chunks, channels, N): in, what each chunk leaves; out, what enters each chunk
+    float* states;          // (batch, chunks, channels, N): each chunk's last state, from zero; becomes its first state
     const float* total_dt;  // (batch, chunks, channels)
-    const float *A, *first;  // (D, N); (batch, channels, N) or null: what enters the outermost chunk
+    const float *A, *first;  // (D, N); (batch, channels, N) or null: the initial state of the first chunk passed
     index_t batch, chunks, channels, backwards;
 };
 
@@ -441,7 +443,7 @@ struct Backward {
     float* dinitial;      // (batch, channels, N) or null
     float* chunk_dstates;       // (batch, chunks, channels, N): the gradient before a chunk, of that chunk alone
     float* total_dt;
-    float* chained;    // (batch, chunks, channels, N) or null: the gradient after each chunk, handed on by the next one
+    float* chained;    // (batch, chunks, channels, N) or null: the gradient after each chunk, from the next one
     unsigned* done;  // how many blocks have begun; then, for each row and block of channels, how many chunks are done
 };
 
@@ -453,7 +455,8 @@ struct BackwardShared {
     float4 states[TILES][NC][32];  // the state before each tile; then the dB and dC of the tile before it
     float last[BACKWARD_TILE][VALUES];    // the dB and dC of the last tile: just where one more state would be
     float dt[BACKWARD_TILE][CHANNELS], u[BACKWARD_TILE][CHANNELS], dy[BACKWARD_TILE][CHANNELS];
-    float x[BACKWARD_TILE][CHANNELS], slope[BACKWARD_TILE][CHANNELS], dgate[BACKWARD_TILE][CHANNELS];  // for the end of the tile
+    // For the end of the tile.
+    float x[BACKWARD_TILE][CHANNELS], slope[BACKWARD_TILE][CHANNELS], dgate[BACKWARD_TILE][CHANNELS];
 
     __device__ __forceinline__ float* place_of_sums(int tile) {
         return reinterpret_cast<float*>(states) + (tile + 1) * (NC * 32 * 4);
@@ -465,8 +468,8 @@ struct BlockShared {
     float B[KEEP][PADDED], C[KEEP][PADDED];
 };
 
-// The sums over all channels of a warp of dB and dC, of which a thread has NS each: lanes that have the same states halve
-// what they hold with each exchange, and write what they end with.
+// The sums over all channels of a warp of dB and dC, of which a thread has NS each: with each exchange, lanes that have
+// the same states halve the values they hold, and they write the values that are left.
 __device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS], const Place& at) {
     int left = 2 * NS, first = 0;
     bool mine = true;
@@ -493,7 +496,7 @@ __device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS]
 }
 
 template <bool with_starts>
-__device__ __forceinline__ void replay_tile(Tile& h, const Tile& A, const BackwardShared& shared,
+__device__ __forceinline__ void recompute_tile(Tile& h, const Tile& A, const BackwardShared& shared,
                                             const BlockShared& block, int tile, unsigned starts, const Place& at) {
 #pragma unroll
     for (int i = 0; i < BACKWARD_TILE; ++i) {
@@ -656,9 +659,9 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             fetch_from(dt, dts, left - BACKWARD_TILE);
             const unsigned starts = all_starts >> tile * BACKWARD_TILE & ((1u << BACKWARD_TILE) - 1);
             if (starts)
-                replay_tile<true>(h, A, shared, block, tile, starts, at);
+                recompute_tile<true>(h, A, shared, block, tile, starts, at);
             else
-                replay_tile<false>(h, A, shared, block, tile, 0, at);
+                recompute_tile<false>(h, A, shared, block, tile, 0, at);
             __syncwarp();
         }
     }
@@ -727,7 +730,8 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
                     dx[offset] = narrow(fmaf(du[i][j], step, skipped));
                     ddt_out[offset] = narrow(dv);
 #if HAS_Z
-                    dz[(index_t)dz_step * i + j] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[mine + i][at.own + j]);
+                    dz[(index_t)dz_step * i + j] =
+                        narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[mine + i][at.own + j]);
 #endif
                 }
                 dD[j] = fmaf(dplain, input, dD[j]);
@@ -745,7 +749,8 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
         int i = k / VALUES, v = k % VALUES, n = v % PADDED;
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += block.warps[w].place_of_sums(i / BACKWARD_TILE)[i % BACKWARD_TILE * VALUES + v];
+        for (int w = 0; w < WARPS; ++w)
+            sum += block.warps[w].place_of_sums(i / BACKWARD_TILE)[i % BACKWARD_TILE * VALUES + v];
         if (n < N && i < steps) out[i * (2 * N) + v / PADDED * N + n] = sum;
     }
     __syncthreads();
@@ -848,7 +853,7 @@ extern "C" __global__ void scan_sum_dB_dC(const __grid_constant__ BlockSums p) {
 #endif
 
 #ifdef CHUNKED
-// What reaches the state before a chunk from the chunk alone: g = decay (g + C dy), backwards through it.
+// The gradient of the state before each chunk, of that chunk alone: g = decay (g + C dy), backwards through it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_dstates(const __grid_constant__ Backward p) {
     __shared__ __align__(16) ForwardShared all_shared[WARPS];
     const Inputs& in = p.in;
