@@ -463,12 +463,13 @@ def test_on_a_gpu_beyond_two_billion_elements() -> None:
     x = torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     dt, A = torch.randn(batch, length, heads, device="cuda"), -torch.rand(heads, device="cuda")
     B, C = (torch.randn(batch, length, 1, states, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    options = (None, None, True, NO_LIMIT, None, None)
-    y, final_state, kept = kernels.forward(x, dt, A, B, C, *options)
-    grads = kernels.backward(x, dt, A, B, C, *options, kept, x, None)
+    inputs = SSDInputs(x, dt, A, B, C, None, None, True, *NO_LIMIT, None, None, None)
+    y, final_state, kept = kernels.forward(inputs)
+    grads = kernels.backward(inputs, kept, x, None)
     few = slice(batch - 1, batch)  # few enough heads to be cut into segments, so that other bits may come out
-    y_few, final_few, kept = kernels.forward(x[few], dt[few], A, B[few], C[few], *options)
-    grads_few = kernels.backward(x[few], dt[few], A, B[few], C[few], *options, kept, x[few], None)
+    inputs = inputs._replace(x=x[few], dt=dt[few], B=B[few], C=C[few])
+    y_few, final_few, kept = kernels.forward(inputs)
+    grads_few = kernels.backward(inputs, kept, x[few], None)
     assert_close(y[few], y_few, 2e-2, "y")
     assert_close(final_state[few], final_few, 2e-2, "final state")
     for index in (0, 1, 3, 4):

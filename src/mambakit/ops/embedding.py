@@ -2,8 +2,8 @@
 
     y[...] = weight[tokens[...]]
 
-Sizes: tokens (...); weight (V, D). torch's own gradient for GPUs adds the places of a frequent token in no fixed order,
-and two runs differ in their last bits. Here the order is fixed, and sums are fp32.
+Sizes: tokens (...); weight (V, D). torch's own gradient for GPUs sums over the positions of a frequent token in no
+fixed order, and two runs differ in their last bits. Here the order is fixed, and sums are fp32.
 """
 
 from __future__ import annotations

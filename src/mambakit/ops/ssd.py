@@ -72,10 +72,8 @@ def ssd(
     a chunk_size, plain torch serves the call. The reference goes token by token.
     """
     check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-    y, final_state = dispatch.call(
-        "ssd", x, dt, A, B, C, D, dt_bias,
-        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
-    )  # fmt: skip
+    options = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "chunk_size": chunk_size, "doc_ids": doc_ids}
+    y, final_state = dispatch.call("ssd", x, dt, A, B, C, D, dt_bias, **options, initial_state=initial_state)
     return y, final_state
 
 

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled, fed and spread over cores.
+"""How CPU kernels are compiled, called and run on several cores.
 
 Kernels see flat C-contiguous arrays and offsets, never strided ones: LLVM vectorizes a loop only when
 it knows that neighbours in the loop are neighbours in memory.
@@ -172,7 +172,7 @@ def copy_to(out: Any, values: Any) -> None:
 
 
 def flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int]:
-    """A (..., C) tensor as (flat array, distance between rows), copied only when its strides leave no choice.
+    """A (..., C) tensor as (flat array, distance between rows), copied only where its strides require it.
 
     Row r is flat[r * distance : r * distance + C].
     """
@@ -211,7 +211,7 @@ def for_each(work: Callable[[int], None], count: int) -> None:
 
 @functools.cache
 def _team() -> Callable[[Callable[[], None], int], None]:
-    """How to run one function on many threads at once: torch's own OpenMP threads where they can be had.
+    """How to run one function on many threads at once: on torch's own OpenMP threads where they are available.
 
     After each of torch's operators its OpenMP threads spin for milliseconds, waiting for the next one, and
     a second pool would share the cores with them: measured, it made two threads no faster than one.

@@ -1,4 +1,4 @@
-"""Selective scan on a CPU: vectorized over channels, walking time, on all cores.
+"""Selective scan on a CPU: step by step along time, vectorized over channels, on all cores.
 
 A task is one row and one block of channels. Its state is an (N, width) tile that stays in cache. The forward
 pass keeps the state every INTERVAL steps; the backward pass recomputes the steps between two of them into

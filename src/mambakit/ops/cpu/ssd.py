@@ -1,7 +1,7 @@
 """SSD on a CPU: matrix products over chunks of time, and numba for the triangles between them.
 
 Inside a chunk of Q tokens the recurrence is unrolled into a masked (Q, Q) product; between chunks only the state
-travels. With cum_i = sum of dt A from the document's (or chunk's) beginning to i, X = dt x, and S the state that
+is passed. With cum_i = sum of dt A from the document's (or chunk's) beginning to i, X = dt x, and S the state that
 enters the chunk:
 
     y_i   = sum_{j <= i} exp(cum_i - cum_j) (C_i B_j) X_j  +  exp(cum_i) S C_i
@@ -10,8 +10,8 @@ enters the chunk:
 Every factor is exactly zero where its two ends lie in different documents: `first` says where the document of a token
 begins in its chunk. States lie as (N, heads x P), so that the products with B and C need no transposed copies.
 
-Work goes piece by piece, some rows by a span of chunks, small enough for its intermediates to stay in cache. The
-state before each span is kept for backward; everything else is recomputed there.
+A piece is some rows and a span of chunks, small enough for its intermediates to stay in cache. The state before each
+span is kept for backward; everything else is recomputed there.
 
 Sizes in shapes: B rows of a piece, c its chunks, Q chunk, H heads, G groups, h = H/G heads of a group, P head size,
 N state.
@@ -247,7 +247,7 @@ class _Piece:
         return chunks
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The way back: (B, c, Q, …) as (B, L, …)."""
+        """The inverse: (B, c, Q, …) as (B, L, …)."""
         return tensor.flatten(1, 2)[:, : self.length]
 
     def by_group(self, tensor: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class _Piece:
         return grouped.transpose(2, 3).flatten(4)
 
     def by_token(self, tensor: Tensor) -> Tensor:
-        """The way back: (B, c, G, Q, hP) as (B, c, Q, H, P)."""
+        """The inverse: (B, c, G, Q, hP) as (B, c, Q, H, P)."""
         grouped: Tensor = tensor.unflatten(4, (self.heads_per_group, -1))
         return grouped.transpose(2, 3).flatten(3, 4)
 
@@ -304,23 +304,20 @@ class _Piece:
         rows, chunks = self.high.shape[:2]
         for_each(lambda task: function(*arguments, *divmod(task, chunks)), rows * chunks)
 
-    def _numpy(self) -> tuple[Any, Any]:
-        return self.high.numpy(), self.low.numpy()
+    def _numpy(self, CB: Tensor) -> tuple[Any, ...]:
+        return self.high.numpy(), self.low.numpy(), CB.numpy(), self.first.numpy()
 
     def scores(self) -> tuple[Tensor, Tensor]:
         """(C_i B_j (B, c, G, Q, Q), that times exp(cum_i - cum_j) (B, c, H, Q, Q), zero unless first_i <= j <= i)."""
         CB = self.C @ self.B.transpose(-1, -2)
         scores = CB.new_empty(*self.high.shape, self.chunk)
-        arguments = (*self._numpy(), CB.numpy(), self.first.numpy(), scores.numpy())
-        self._for_each_chunk(_scores_of_chunk, arguments)
+        self._for_each_chunk(_scores_of_chunk, (*self._numpy(CB), scores.numpy()))
         return CB, scores
 
     def scores_backward(self, CB: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor]:
         """(gradient of C_i B_j (B, c, G, Q, Q), of dt A (B, c, H, Q))."""
         dCB, ddA = torch.zeros_like(CB), torch.empty_like(self.high)
-        arguments = (
-            *self._numpy(), CB.numpy(), self.first.numpy(), dscores.numpy(), dCB.numpy(), ddA.numpy(),
-        )  # fmt: skip
+        arguments = (*self._numpy(CB), dscores.numpy(), dCB.numpy(), ddA.numpy())
         self._for_each_chunk(_scores_backward_of_chunk, arguments)
         return dCB, ddA
 
@@ -331,12 +328,10 @@ class _Piece:
         dtype = dX.dtype
         dx = dX.new_empty(self.x.shape)
         sums = [dX.new_empty(self.dt.shape) for _ in range(3)]
-        arguments = (
-            dX.numpy(), B_dstates.numpy(), array(self.to_end, dtype), *flat(self.x.flatten(3), dtype),
-            *flat(dy.flatten(3), dtype), C_states.numpy(), array(self.dt, dtype), dx.numpy(),
-            *(s.numpy() for s in sums),
-        )  # fmt: skip
-        self._for_each_chunk(_dx_of_chunk, arguments)
+        before = dX.numpy(), B_dstates.numpy(), array(self.to_end, dtype)
+        tokens = *flat(self.x.flatten(3), dtype), *flat(dy.flatten(3), dtype)
+        after = C_states.numpy(), array(self.dt, dtype), dx.numpy(), *(s.numpy() for s in sums)
+        self._for_each_chunk(_dx_of_chunk, (*before, *tokens, *after))
         return dx, sums[0], sums[1], sums[2]
 
 
@@ -355,7 +350,7 @@ def _flat_state(state: Tensor, groups: int) -> Tensor:
 
 
 def _full_state(state: Tensor, heads_per_group: int) -> Tensor:
-    """The way back: (B, G, N, hP) as (B, H, P, N)."""
+    """The inverse: (B, G, N, hP) as (B, H, P, N)."""
     grouped: Tensor = state.unflatten(3, (heads_per_group, -1))
     return grouped.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
@@ -462,7 +457,5 @@ def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tup
     ddA = ddA.transpose(2, 3) + (state_dstate * piece.chunk_decay)[:, :, None]  # (B, c, Q, H)
     ddA += (1 - earlier) @ (y_dy * piece.from_start) + earlier @ (piece.dt * x_dx_state)
     ddt = ddA * A + x_dx
-    return (
-        piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)),
-        piece.whole(dB.transpose(2, 3)), piece.whole(dC.transpose(2, 3)), dstate,
-    )  # fmt: skip
+    dB, dC = (piece.whole(grad.transpose(2, 3)) for grad in (dB, dC))
+    return piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)), dB, dC, dstate

@@ -169,10 +169,10 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept; None where no folder of our own can be had.
+    """Where compiled kernels are kept; None where there is no folder that only the user can write to.
 
     MAMBAKIT_CACHE if set; in a cluster's job, where home is often a network file system, a folder of the node; else the
-    user's cache folder. It holds machine code, so only the user may be able to write to it.
+    user's cache folder. It holds machine code, so others must not be able to write to it.
     """
     if chosen := os.environ.get("MAMBAKIT_CACHE"):
         return _own_folder(Path(chosen), "kernels")
