@@ -24,7 +24,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
         "N": num_states,  "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
-        "AHEAD": selective_scan.AHEAD, "BEHIND": selective_scan.BEHIND, part: 1, **more,
+        "FORWARD_TILE": selective_scan.FORWARD_TILE, "BACKWARD_TILE": selective_scan.BACKWARD_TILE, part: 1, **more,
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_a_block_fits_in_shared_memory(
     room = {(7, 5): 64, (8, 6): 99, (9, 0): 227}[capability] * 1024
     assert fit.warps >= 1 and 0 < fit.backward_shared <= room
     assert fit.lanes * selective_scan.NUM_STATES >= num_states
-    assert fit.keep % selective_scan.AHEAD == fit.keep % selective_scan.BEHIND == 0
+    assert fit.keep % selective_scan.FORWARD_TILE == fit.keep % selective_scan.BACKWARD_TILE == 0
 
 
 def test_a_gpu_newer_than_nvrtc_gets_code_the_driver_translates() -> None:
@@ -160,10 +160,10 @@ def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: 
     folder = nvrtc.cache_folder()
     assert folder is not None and folder.is_relative_to(tmp_path / "node")
     monkeypatch.setenv("TRITON_CACHE_DIR", "chosen")
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     assert os.environ["TRITON_CACHE_DIR"] == "chosen"
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     assert Path(os.environ["TRITON_CACHE_DIR"]).is_relative_to(tmp_path / "node")
 
 
