@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from random import Random
@@ -19,6 +19,7 @@ from .model import MambaLM, State
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Rounds = Generator[dict[int, int], Collection[int], None]
 PREFILL_TOKENS = 2048  # a prompt is read in pieces of this size, so that memory does not grow with it
 
 
@@ -107,14 +108,17 @@ class Sampling:
         return int(torch.multinomial(probabilities, 1, generator=random))
 
 
-@dataclass
 class _Row:
-    """How one row chooses its tokens."""
+    """One row's choices: its source of random numbers, and which tokens it has seen."""
 
-    sampling: Sampling
-    random: torch.Generator
-    seen: Tensor  # (vocabulary): the tokens of the prompt and of the text so far
-    first_tokens: Sequence[int]  # one of these comes first, where there are any
+    def __init__(
+        self, prompt: Sequence[int], number: int, seed: int | None, sampling: Sampling, vocab_size: int,
+        device: torch.device, first_tokens: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.sampling, self.first_tokens = sampling, first_tokens
+        self.random = _random(seed, number, device)
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.seen[[token for token in prompt if token < vocab_size]] = True
 
     @torch.inference_mode()
     def choose(self, logits: Tensor) -> int:
@@ -153,17 +157,18 @@ def generate_batch(
     A row ends before a token of `stop`; it begins with one of its `first_tokens` where there are any. What a row gives
     depends on its prompt, its number and the seed, not on the other rows. Other options as for `Sampling`.
     """
-    ends, ended = _token_ids(stop), set[int]()
-    chosen = _generate(model, prompts, first_tokens or {}, ended, max_new_tokens, seed, **sampling)
+    ends = _token_ids(stop)
+    rounds = _generate(model, prompts, max_new_tokens, seed, first_tokens or {}, sampling)
 
-    def until_stop() -> Iterator[tuple[int, int]]:
-        for row, token in chosen:
-            if token in ends:
-                ended.add(row)
-            else:
-                yield row, token
+    def tokens() -> Iterator[tuple[int, int]]:
+        ended: set[int] = set()
+        chosen = next(rounds, None)
+        while chosen is not None:
+            ended |= {row for row, token in chosen.items() if token in ends}
+            yield from ((row, token) for row, token in chosen.items() if row not in ended)
+            chosen = _next(rounds, ended)
 
-    return until_stop()
+    return tokens()
 
 
 def generate_text(
@@ -197,8 +202,9 @@ def generate_text(
     first = {row: [token for token in allowed if token < model.config.vocab_size] for row, allowed in first.items()}
     texts = [_Text(tokenizer, prompt, stop_strings, row in first) for row, prompt in enumerate(tokens)]
     tokens = [prompt[:-1] if row in first else prompt for row, prompt in enumerate(tokens)]
-    stop, ended = _token_ids(options.pop("stop", end_tokens)), set[int]()
-    return _pieces(texts, _generate(model, tokens, first, ended, **options), stop, ended)
+    stop = _token_ids(options.pop("stop", end_tokens))
+    max_new_tokens, seed = options.pop("max_new_tokens", 100), options.pop("seed", None)
+    return _pieces(texts, _generate(model, tokens, max_new_tokens, seed, first, options), stop)
 
 
 def _token_ids(stop: Sequence[int]) -> frozenset[int]:
@@ -228,38 +234,39 @@ def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
 
 
 def _generate(
-    model: MambaLM,
-    prompts: Sequence[Sequence[int]],
-    first_tokens: Mapping[int, Sequence[int]],
-    ended: set[int],
-    max_new_tokens: int = 100,
-    seed: int | None = None,
-    **options: Any,
-) -> Iterator[tuple[int, int]]:
-    """(row, token), round by round. The caller adds rows to `ended`, which then get no further token."""
-    sampling, vocab_size = Sampling(**options), model.config.vocab_size
+    model: MambaLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int | None,
+    first_tokens: Mapping[int, Sequence[int]], options: Mapping[str, Any],
+) -> Rounds:  # fmt: skip
+    """Rounds of tokens, by row. Whoever takes a round sends back which rows have ended."""
+    sampling = Sampling(**options)
     _check(prompts, max_new_tokens, sampling)
     read = {row: torch.tensor([list(prompt)]) for row, prompt in enumerate(prompts)}
     for tokens in read.values():
         model.check_input(tokens, 2)
     decoder = Decoder(model)
-    rows = []
-    for row, prompt in enumerate(prompts):
-        seen = torch.zeros(vocab_size, dtype=torch.bool, device=decoder.device)
-        seen[[token for token in prompt if token < vocab_size]] = True
-        rows.append(_Row(sampling, _random(seed, row, decoder.device), seen, first_tokens.get(row, ())))
+    rows = [
+        _Row(prompt, row, seed, sampling, model.config.vocab_size, decoder.device, first_tokens.get(row, ()))
+        for row, prompt in enumerate(prompts)
+    ]
 
-    def rounds() -> Iterator[tuple[int, int]]:
+    def rounds() -> Rounds:
         decoder.add(read)
         for num_left in reversed(range(max_new_tokens)):
             chosen = {row: rows[row].choose(decoder.logits[i]) for i, row in enumerate(decoder.rows)}
-            yield from chosen.items()
-            decoder.drop(ended)
+            decoder.drop((yield chosen))
             if num_left == 0 or not decoder.rows:
                 return
             decoder.step([chosen[row] for row in decoder.rows])
 
     return rounds()
+
+
+def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
+    """The next round of tokens, without the rows that have ended; None after the last."""
+    try:
+        return rounds.send(ended)
+    except StopIteration:
+        return None
 
 
 def _check_finite(model: MambaLM, logits: Tensor) -> None:
@@ -274,10 +281,10 @@ def _check_finite(model: MambaLM, logits: Tensor) -> None:
             "no text can be generated from it: take an earlier checkpoint"
         )
     dtype = str(logits.dtype).removeprefix("torch.")
-    raise UserError(
-        f"the model's scores of the next token are not finite in {dtype}, though its weights are; "
-        "load it in another dtype: load(path, dtype=torch.float32)"
-    )
+    advice = "load it in another dtype: load(path, dtype=torch.float32)"
+    if logits.dtype == torch.float32:
+        advice = "it may be damaged; take another copy, or an earlier checkpoint"
+    raise UserError(f"the model's scores of the next token are not finite in {dtype}, though its weights are; {advice}")
 
 
 def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator:
@@ -325,9 +332,7 @@ class _Text:
         self.tokens.append(token)
         before, self.text = self.text, self.tokenizer.decode(self.tokens)
         adds_nothing = self.text == before  # a special token
-        # Bytes of their own, like <0x0A>, are decoded together: the next one may change this one's text.
-        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(token) or "")
-        if adds_nothing or self.text.endswith("\ufffd") or is_byte:
+        if adds_nothing or self.text.endswith("\ufffd") or _is_byte(self.tokenizer.id_to_token(token)):
             return ""
         new = self.text[self.num_given :]
         self._look_back_on(self.tokens[self.num_old :])
@@ -346,16 +351,18 @@ class _Text:
         return text[:num_sure]
 
 
-def _pieces(
-    texts: list[_Text], chosen: Iterator[tuple[int, int]], stop: frozenset[int], ended: set[int]
-) -> Iterator[tuple[int, str]]:
-    for row, token in chosen:
-        text = texts[row]
-        piece = text.finish() if token in stop else text.add(token)
-        if token in stop or text.is_stopped:
-            ended.add(row)
-        if piece:
-            yield row, piece
+def _pieces(texts: list[_Text], rounds: Rounds, stop: frozenset[int]) -> Iterator[tuple[int, str]]:
+    ended: set[int] = set()
+    chosen = next(rounds, None)
+    while chosen is not None:
+        for row, token in chosen.items():
+            text = texts[row]
+            piece = text.finish() if token in stop else text.add(token)
+            if token in stop or text.is_stopped:
+                ended.add(row)
+            if piece:
+                yield row, piece
+        chosen = _next(rounds, ended)
     for row, text in enumerate(texts):
         if row not in ended and (piece := text.finish()):
             yield row, piece
@@ -373,6 +380,11 @@ def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> lis
             "or, for an empty prompt, end_tokens"
         )
     return tokens
+
+
+def _is_byte(token: str | None) -> bool:
+    """A byte of its own, like <0x0A>: such bytes are decoded together, so the next one may change this one's text."""
+    return token is not None and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:

@@ -29,6 +29,8 @@ def verify(path: Path) -> Iterator[str]:
         except UserError as error:
             yield str(error)
         saved = native.checkpoints(path)
+        if not saved:
+            yield f"{path} has no checkpoint"
         yield from _verify_metrics(path / "metrics.jsonl", native.step_of(saved[0]) if saved else 0)
     elif native.is_begun(path):
         raise UserError(f"{path} is a run that has no checkpoint yet")

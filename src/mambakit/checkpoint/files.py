@@ -6,11 +6,11 @@ import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch's weights-only loader raises
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,10 @@ from .. import files
 from ..config import ModelConfig
 from ..model import MambaLM
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPUTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -84,9 +88,10 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} is damaged, or holds more than tensors, and is not loaded: {why}") from None
     except Exception as error:  # the loader of .bin raises errors of any kind for damaged files
-        raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from None
+        raise CheckpointError(f"{path} cannot be read: {str(error) or type(error).__name__}") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} does not hold a plain set of named tensors")
     return weights
@@ -109,6 +114,15 @@ class Contents:
             (folder / name).write_bytes(text.encode())
         for name, value in self.json.items():
             files.write_json(folder / name, value)
+
+
+def tokenizer_files(tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> Contents:
+    """A tokenizer as transformers reads it, with the token that ends a text."""
+    if tokenizer is None:
+        return Contents({}, {}, {})
+    eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    return Contents({TOKENIZER_CONFIG: about}, {"tokenizer.json": tokenizer.to_str(pretty=True)}, {})
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..config import ModelConfig
 from ..files import new_folder
 from ..model import MambaLM
-from .files import CheckpointError, Contents, build_model, read_json, read_weights
+from .files import CheckpointError, Contents, build_model, read_json, read_weights, tokenizer_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,17 +50,12 @@ def contents(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[i
     config = config_to_huggingface(model.config)
     config["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None
     config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
-    json: dict[str, dict[str, Any]] = {"config.json": config}
-    text = {}
-    if tokenizer is not None:
-        text["tokenizer.json"] = tokenizer.to_str(pretty=True)  # what its own `save` writes
-        eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
-        json["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    tokenizing = tokenizer_files(tokenizer, end_tokens)
     weights = {
         name.replace("backbone.embedding.", "backbone.embeddings."): parameter.detach()
         for name, parameter in model.named_parameters()
     }
-    return Contents(json, text, {"model.safetensors": weights})
+    return Contents({"config.json": config, **tokenizing.json}, tokenizing.text, {"model.safetensors": weights})
 
 
 def our_name(name: str) -> str:

@@ -12,7 +12,7 @@ from ..config import ModelConfig
 from ..files import path_of
 from ..model import MambaLM
 from . import huggingface, native, state_spaces
-from .files import CheckpointError, read_json
+from .files import TOKENIZER_CONFIG, CheckpointError, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +40,9 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
     if is_of_run and not native.is_checkpoint(folder):
         raise CheckpointError(f"{folder} was deleted while it was read, perhaps by the run that goes on; try again")
     eos = values.get("eos_token_id")  # absent, one token, or several
+    if eos is None and tokenizer is not None and (folder / TOKENIZER_CONFIG).is_file():  # as in state-spaces' form
+        name = read_json(folder / TOKENIZER_CONFIG).get("eos_token")
+        eos = tokenizer.token_to_id(name) if isinstance(name, str) else None
     end_tokens = tuple(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
     return ModelFolder(model.eval(), tokenizer, end_tokens)
 
@@ -50,9 +53,6 @@ def read_model_config(folder: Path) -> ModelConfig:
     if state_spaces.is_state_spaces(values):
         return state_spaces.config_from_state_spaces(values)
     return huggingface.config_from_huggingface(values)
-
-
-read_config = read_model_config  # the name that evaluation/baselines.py imports
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:

@@ -6,6 +6,7 @@ mamba-ssm reads no safetensors, so this form alone is written as a .bin; ours ne
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from ..config import ConfigError, ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights
+from .files import CheckpointError, build_model, read_json, read_weights, tokenizer_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,15 +41,14 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
     return build_model(config, read_weights(folder), folder, dtype)
 
 
-def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None) -> None:
+def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()) -> None:
     """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens, with the tokenizer beside it."""
     config = config_to_state_spaces(model.config)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with new_folder(Path(folder), CheckpointError) as beside:
         write_json(beside / "config.json", config)
         torch.save(weights, beside / "pytorch_model.bin")
-        if tokenizer is not None:
-            (beside / "tokenizer.json").write_bytes(tokenizer.to_str(pretty=True).encode())
+        tokenizer_files(tokenizer, end_tokens).write_into(beside)
 
 
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:

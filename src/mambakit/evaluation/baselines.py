@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from ..checkpoint import CheckpointError, huggingface, load, native, state_spaces
 from ..checkpoint.files import check_fit, read_json, read_shapes
-from ..checkpoint.loading import read_config
+from ..checkpoint.loading import read_model_config
 from ..data.lanes import document_ranges, lanes
 from ..data.shards import TOKENIZER
 from ..data.tokenize import open_tokenizer, same_tokenizer
@@ -72,7 +72,7 @@ def _open_folder(name: str, folder: Path) -> Baseline:
     shapes = read_shapes(folder)
     num_ids = None
     if is_mamba:
-        config = read_config(folder)
+        config = read_model_config(folder)
         check_fit(config, {huggingface.our_name(part): shape for part, shape in shapes.items()}, folder)
         num_ids = config.padded_vocab_size
     else:

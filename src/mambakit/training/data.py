@@ -56,6 +56,11 @@ def find_shards(config: RunConfig, run: Path) -> Path | None:
         return paths[0]
     if all(is_tokens(path) for path in paths):
         return adopt(paths, config.data.tokenizer, config.data.tokens)
+    if config.data.tokens != "auto":
+        raise ConfigError(
+            f"data.tokens={config.data.tokens} is for files of tokens (.bin, .npy), and not all of data.path are such; "
+            "remove it"
+        )
     return prepare_once(config.data.path, leave_out=run, **config.data.model_dump(include=set(TEXT_SETTINGS)))
 
 

@@ -27,7 +27,7 @@ from ..data.shards import TokenStream
 from ..evaluation import score
 from ..files import RunError, UserError, replace_json
 from ..generate import generate_text
-from ..measure import Moment, Numbers, peak_memory
+from ..measure import Moment, Numbers, is_out_of_memory, peak_memory
 from ..model import MambaLM, State
 from . import history
 from .data import TrainingData
@@ -35,12 +35,12 @@ from .display import Display
 from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .passes import GraphedPass, Pass
+from .recorder import Record, Recorder
 from .schedule import learning_rate
 from .start import Start
 from .stopping import Stopper, StopRequested
 
 Found = TypeVar("Found")
-Record = dict[str, Any]  # a line of metrics.jsonl, with `type`: train, eval or sample
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
 
 
@@ -71,6 +71,7 @@ class Run:
     matmul_flops: float
     metrics: MetricsFile
     display: Display
+    recorder: Recorder
     stopper: Stopper
     progress: Progress
     carried: State | None = None  # (rows of a batch) with data.carry_state
@@ -82,7 +83,6 @@ class Run:
     has_trained: bool = False  # whether a step was taken since the run was opened
     changed: Sequence[str] = ()  # settings, since the checkpoint
     origin: history.Origin = dataclasses.field(default_factory=dict)
-    new_records: list[Record] = dataclasses.field(default_factory=list)  # written, but not yet given out by `loop`
 
     @property
     def folder(self) -> Path:
@@ -116,8 +116,7 @@ def loop(run: Run) -> Iterator[Record]:
                 if run.is_done:
                     record_last_step(run)
                     tidy(run)
-                records, run.new_records = run.new_records, []
-                yield from records
+                yield from run.recorder.take()
                 if run.is_done:
                     return
                 step(run)
@@ -151,6 +150,11 @@ def step(run: Run) -> None:
         restore_random_states(random, run.device)
         if not isinstance(error, StopRequested):
             _save_what_is_done(run)
+        if is_out_of_memory(error):
+            raise UserError(
+                f"micro-batches of {config.micro_batch_rows} rows do not fit in the memory of {run.device}; lower "
+                f"--train.micro-batch-rows, or take --train.recompute block ({str(error).splitlines()[0]})"
+            ) from None
         raise
     norm = update(run.model, run.optimizer, run.scaler, rate, config.optim.clip)
     run.carried = states
@@ -163,12 +167,6 @@ def step(run: Run) -> None:
     run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress))
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
-
-
-def _write_record(run: Run, record: Record) -> None:
-    run.metrics.write(record)
-    run.display.show(record)
-    run.new_records.append(record)
 
 
 def _save_what_is_done(run: Run) -> None:
@@ -232,7 +230,7 @@ def record_last_step(run: Run) -> None:
         replace_json(run.folder / "config.json", run.config.to_json())
         history.note(run, step.progress.step - 1)
         run.has_trained = True
-    _write_record(run, record)
+    run.recorder.write(record)
     # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
     if not math.isfinite(loss):
         _set_unproven_aside(run)
@@ -293,7 +291,7 @@ def evaluate_and_sample(run: Run) -> None:
         records += _with_enough_memory(run, lambda run: list(_sample(run)))
     progress.looked_at = progress.step
     for record in records:
-        _write_record(run, record)
+        run.recorder.write(record)
         if record["type"] == "eval":
             _note_best(run, record["loss"])
 

@@ -36,6 +36,7 @@ from .loop import Run, loop, restore, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
 from .passes import make_pass
+from .recorder import Recorder
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
@@ -265,7 +266,7 @@ def _assemble(
         ),
         optimizer=make_optimizer(model, config.optim, device), scaler=scaler, data=data, total_steps=total_steps,
         matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
-        stopper=Stopper(display.stopping), progress=progress,
+        recorder=Recorder(metrics.write, display.show), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
         # not finite may be due to these.
@@ -286,18 +287,20 @@ def _check_used(given: Layers, config: RunConfig) -> None:
     folder = Path(config.data.path[0]) if config.data.path else None
     if folder is None or not is_shards(folder):
         return
-    others = DataConfig.model_fields.keys() - TEXT_SETTINGS
+    others = DataConfig.model_fields.keys() - {*TEXT_SETTINGS, "tokens"}
     sections = [layer["data"] for layer in given if isinstance(layer.get("data"), Mapping)]
     typed = {name for section in sections if not others <= section.keys() for name in section}
-    for name in TEXT_SETTINGS:
+    problems = []
+    for name in (*TEXT_SETTINGS, "tokens"):
         value = getattr(config.data, name)
         if name not in typed or value == DataConfig.model_fields[name].default:
             continue
-        if name == "tokenizer" and _is_tokenizer_of(folder, value):
-            continue
+        if name != "tokenizer" or not _is_tokenizer_of(folder, value):
+            problems.append(f"data.{name}={value}")
+    if problems:
         raise ConfigError(
-            f"data.{name}={value} is for text, but {folder} holds shards, made with the tokenizer "
-            f"{read_index(folder).tokenizer}; remove it, or name the text itself with --data"
+            f"{folder} holds shards, made with the tokenizer {read_index(folder).tokenizer}; these settings are for "
+            f"text or for files of tokens: {', '.join(problems)}; remove them, or name the text itself with --data"
         )
 
 
@@ -319,7 +322,10 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
         yield from loop(run)
     except StopRequested:
         command = f"mambakit train --resume --out {shlex.quote(str(run.folder))}"
-        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n  {command}")
+        again = ", and the settings that were changed now: no step was taken with them" * bool(
+            run.changed and not run.has_trained
+        )
+        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n  {command}{again}")
     else:
         sum_up(run)
 

@@ -101,7 +101,7 @@ def _short(config: RunConfig) -> dict[str, Any]:
 
 def check_memory(model: ModelConfig, device: torch.device) -> None:
     """A model that cannot fit is told before torch fails to build it."""
-    there = _total_memory(device)
+    there = total_memory(device)
     needed = STATE_BYTES * model.num_parameters()
     if there is not None and needed > there:
         raise ConfigError(
@@ -110,7 +110,7 @@ def check_memory(model: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _total_memory(device: torch.device) -> int | None:
+def total_memory(device: torch.device) -> int | None:
     """Bytes of the GPU, or of the machine; None where it cannot be known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -137,9 +137,12 @@ class Cost:
             f"about {self.memory_bytes / 2**30:.1f} GiB of memory"
         )
 
-    def warnings(self) -> list[str]:
+    def warnings(self, memory_there: int | None) -> list[str]:
         found = []
         shorter = "set a shorter --train.tokens, --train.epochs or --train.steps"
+        if memory_there is not None and self.memory_bytes > memory_there:
+            there = f"there are {memory_there / 2**30:.1f} GiB"
+            found.append(f"this may not fit: {there}; lower --train.micro-batch-rows, or take --train.recompute block")
         if self.seconds > LONG_SECONDS:
             found.append(f"this will take days on this machine; {shorter}, or a smaller --model")
         if self.epochs is not None and self.epochs > 1.05 * MOST_EPOCHS + 0.2:  # rows of an epoch are whole

@@ -11,7 +11,7 @@ from ..progress import duration, say
 from .loop import Run, bits_per_byte_of
 from .optim import describe_groups
 from .schedule import learning_rate
-from .sizing import cost
+from .sizing import cost, total_memory
 
 PARAMETERS = "parameters.txt"
 LARGEST_JUMP = 1.5  # of the learning rate on resume, without a note
@@ -38,7 +38,7 @@ def introduce(run: Run) -> None:
     if left > 0 and run.data.train:
         ahead = cost(config, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
-        for warning in ahead.warnings():
+        for warning in ahead.warnings(total_memory(run.device)):
             say(f"note: {warning}")
     say(f"all settings: {run.folder / 'config.json'}, all parameters: {run.folder / PARAMETERS}")
     if checkpoint:
