@@ -5,6 +5,7 @@ Operators of torch.library return tensors, never None: the gradient of an absent
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +20,11 @@ SCHEMA_TYPES |= {hint | None: f"{name}?" for hint, name in SCHEMA_TYPES.items()}
 
 def kernels(name: str, tensor: Tensor) -> Any:
     """The module of this name in ops/gpu or ops/cpu, whichever serves the tensor's device."""
-    folder = "gpu" if tensor.device.type == "cuda" else "cpu"
+    return _module("gpu" if tensor.device.type == "cuda" else "cpu", name)
+
+
+@functools.cache
+def _module(folder: str, name: str) -> Any:
     return importlib.import_module(f".{folder}.{name}", __package__)
 
 
@@ -100,6 +105,6 @@ def _differentiate(operator: Any, gradient: Any, num_outputs: int, has_gradient:
         dy = dy if dy is not None else tensors[0].new_zeros(ctx.shape)
         grads = iter(gradient(*inputs, *kept, dy, *dothers[: num_outputs - 1]))
         every = [next(grads) if counts else None for counts in has_gradient]
-        return tuple(None if tensor is None else grad for grad, tensor in zip(every, tensors, strict=True))
+        return tuple([None if tensor is None else grad for grad, tensor in zip(every, tensors, strict=True)])
 
     operator.register_autograd(differentiate, setup_context=save)
