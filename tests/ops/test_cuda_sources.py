@@ -116,7 +116,7 @@ def test_what_is_compiled_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(AssertionError):
             nvrtc.compile_kernels("probe.cu", {"OTHER": 1}, (9, 0))
 
-    folder = nvrtc.cache_folder()
+    folder = nvrtc.kernel_cache()
     assert folder is not None
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"!")  # a damaged file is compiled anew, not loaded
@@ -127,26 +127,26 @@ def test_what_is_compiled_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_folder_kernels_are_compiled_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "file"))
-    assert nvrtc.cache_folder() is None
+    assert nvrtc.kernel_cache() is None
     assert _is_machine_code(nvrtc.compile_kernels("probe.cu", {}, (9, 0)))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = nvrtc.cache_folder()
+    folder = nvrtc.kernel_cache()
     assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
     for mode in (0o777, 0o770):
         folder.chmod(mode)
-        assert nvrtc.cache_folder() is None
+        assert nvrtc.kernel_cache() is None
     folder.chmod(0o700)
-    assert nvrtc.cache_folder() == folder
+    assert nvrtc.kernel_cache() == folder
     folder.parent.chmod(0o777)
-    assert nvrtc.cache_folder() is None
+    assert nvrtc.kernel_cache() is None
     folder.parent.chmod(0o1777)
-    assert nvrtc.cache_folder() == folder
+    assert nvrtc.kernel_cache() == folder
     (tmp_path / "link").symlink_to(folder.parent)
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "link"))
-    assert nvrtc.cache_folder() == folder
+    assert nvrtc.kernel_cache() == folder
 
 
 def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +155,9 @@ def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
     (tmp_path / "node").mkdir()
-    assert nvrtc.cache_folder() == tmp_path / "home" / ".cache" / "mambakit" / "kernels"
+    assert nvrtc.kernel_cache() == tmp_path / "home" / ".cache" / "mambakit" / "kernels"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    folder = nvrtc.cache_folder()
+    folder = nvrtc.kernel_cache()
     assert folder is not None and folder.is_relative_to(tmp_path / "node")
     monkeypatch.setenv("TRITON_CACHE_DIR", "chosen")
     nvrtc.use_triton_cache_of_the_node()

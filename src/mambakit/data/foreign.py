@@ -103,7 +103,7 @@ def is_tokens(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
-def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
+def import_tokens(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
     """The folder of shards for these files, made in the cache if needed. With `split`, names tell no split."""
     if tokenizer.startswith("train:"):
         raise UserError(

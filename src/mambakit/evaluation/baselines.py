@@ -24,7 +24,7 @@ from ..device import autocast
 from ..files import UserError, pip_command
 from ..model import MambaLM
 from ..progress import progress
-from .scoring import Result, Score, score
+from .scoring import ModelResult, Score, score
 from .text import EvaluatedText, check_ids, encode_again
 
 LENGTH = 1024  # of a batch
@@ -34,7 +34,7 @@ GZIP = "gzip"
 
 def evaluate_model(
     name: str, model: MambaLM, text: EvaluatedText, dtype: torch.dtype, rows: int, window: int | None
-) -> Result:
+) -> ModelResult:
     with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
         batches = lanes(text.stream, text.ranges, rows, LENGTH, window)
         found = score(model, batches, dtype=dtype, after_batch=advance)
@@ -117,7 +117,7 @@ def _check_bytes(name: str, given: int, measured: int) -> None:
 
 def evaluate_baseline(
     baseline: Baseline, text: EvaluatedText, device: torch.device, dtype: torch.dtype, rows: int, window: int | None
-) -> Result:
+) -> ModelResult:
     if baseline.tokenizer is None:
         return _evaluate_gzip(text)
     if not baseline.is_mamba:
@@ -125,7 +125,7 @@ def evaluate_baseline(
     return evaluate_model(baseline.name, load(baseline.folder).model.to(device), text, dtype, rows, None)
 
 
-def _evaluate_gzip(text: EvaluatedText) -> Result:
+def _evaluate_gzip(text: EvaluatedText) -> ModelResult:
     """All documents one after another, as one stream: `cat FILES | gzip -9`."""
     if text.sources and text.is_learned and text.why_not_exact is not None:
         parts: Iterable[str] = text.sources.documents()
@@ -139,7 +139,7 @@ def _evaluate_gzip(text: EvaluatedText) -> Result:
         packed += len(stream.compress(data))
     packed += len(stream.flush())
     _check_bytes(GZIP, given, text.num_bytes)
-    return Result(
+    return ModelResult(
         model="gzip -9, one stream",
         bits_per_byte=8 * packed / max(1, text.num_bytes),
         documents=len(text.ranges),
@@ -205,7 +205,7 @@ def _open_foreign(name: str, folder: Path) -> Any:
 
 def _evaluate_foreign(
     name: str, folder: Path, text: EvaluatedText, device: torch.device, dtype: torch.dtype, window: int | None
-) -> Result:
+) -> ModelResult:
     """A model that is not a Mamba, through transformers, in windows of the context it was made for."""
     model = _open_foreign(name, folder)
     model.to(device).eval()

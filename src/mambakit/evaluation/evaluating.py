@@ -27,7 +27,7 @@ from ..generate import generate_text, whole_texts
 from ..model import MambaLM
 from ..progress import say
 from .baselines import evaluate_baseline, evaluate_model, in_tokens_of, open_baseline
-from .scoring import Result
+from .scoring import ModelResult
 from .text import EvaluatedText, Sources, check_ids, open_text
 
 ROWS = 8  # of a batch
@@ -44,7 +44,7 @@ class Evaluation:
     data: list[str]
     split: str
     max_tokens: int | None  # of the data; None for all of it
-    results: list[Result]
+    results: list[ModelResult]
     samples: list[dict[str, str]]
 
     def to_json(self) -> dict[str, Any]:

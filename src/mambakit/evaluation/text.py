@@ -16,14 +16,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..checkpoint import CheckpointError
-from ..data.foreign import adopt, is_tokens
+from ..data.foreign import import_tokens, is_tokens
 from ..data.lanes import Range, document_ranges
 from ..data.prepare import SHARD_TOKENS, documents, prepare, write_index
 from ..data.shards import LAYOUTS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards, read_tokenizer
 from ..data.tokenize import Encoder, end_of, same_tokenizer, vocab_size
 from ..files import UserError
 from ..progress import progress, say
-from .scoring import Result, Score
+from .scoring import ModelResult, Score
 
 BLOCK = 2**20  # tokens that are looked at in one go
 LARGEST_EXPONENT = 700.0  # exp of more would overflow
@@ -131,14 +131,14 @@ class EvaluatedText:
                 )
         return None
 
-    def result(self, name: str, found: Score, window: int | None) -> Result:
+    def result(self, name: str, found: Score, window: int | None) -> ModelResult:
         if found.targets == 0:
             raise UserError("the text has no token to predict: its documents have one token each")
         if not math.isfinite(found.loss_sum):
             raise UserError(f"the loss of {name} is {found.loss_sum}: its weights are not finite, or overflow")
         nats = found.loss_sum + self.num_firsts * math.log(self.stream.index.vocab_size)
         per_word = nats / self.num_words if self.num_words else None
-        return Result(
+        return ModelResult(
             model=name,
             loss=found.loss,
             perplexity=math.exp(found.loss) if found.loss < LARGEST_EXPONENT else None,
@@ -167,7 +167,9 @@ def open_text(
         if not given.is_file():
             given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-"))) / TOKENIZER
             tokenizer.save(str(given))
-        stream = TokenStream(adopt(paths, str(given), split="train"), "train")  # all of them, whatever their names
+        stream = TokenStream(
+            import_tokens(paths, str(given), split="train"), "train"
+        )  # all of them, whatever their names
     else:
         if len(paths) > 1:
             raise UserError("--data names a folder of shards and more; name one such folder, or text alone")

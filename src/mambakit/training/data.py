@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from ..checkpoint import CheckpointError
 from ..checkpoint.state import Progress, TrainingState
 from ..config import ConfigError, RunConfig, resolve
-from ..data.foreign import adopt, is_tokens
+from ..data.foreign import import_tokens, is_tokens
 from ..data.lanes import Range, document_ranges, num_targets
 from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
@@ -55,7 +55,7 @@ def find_shards(config: RunConfig, run: Path) -> Path | None:
             raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
         return paths[0]
     if all(is_tokens(path) for path in paths):
-        return adopt(paths, config.data.tokenizer, config.data.tokens)
+        return import_tokens(paths, config.data.tokenizer, config.data.tokens)
     if config.data.tokens != "auto":
         raise ConfigError(
             f"data.tokens={config.data.tokens} is for files of tokens (.bin, .npy), and not all of data.path are such; "

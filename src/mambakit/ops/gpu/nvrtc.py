@@ -112,7 +112,7 @@ def compile_kernels(file: str, constants: dict[str, int], capability: tuple[int,
     options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{name}={v}" for name, v in constants.items())]
     source = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", file))
     key = hashlib.sha256("\0".join([version, source, *options]).encode()).hexdigest()[:32]
-    cached = cache_folder()
+    cached = kernel_cache()
     if cached is not None:
         with_name = cached / f"{Path(file).stem}-{key}"
         if (code := _read(with_name)) is not None:
@@ -168,7 +168,7 @@ def _write(path: Path, code: bytes) -> None:
         return
 
 
-def cache_folder() -> Path | None:
+def kernel_cache() -> Path | None:
     """Where compiled kernels are kept; None where there is no folder that only the user can write to.
 
     MAMBAKIT_CACHE if set; in a cluster's job, where home is often a network file system, a folder of the node; else the
