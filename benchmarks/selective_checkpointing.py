@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mambakit import ModelConfig, ops
-from mambakit.bench.training import LENGTH, ROWS, TrainingPlan, _measure_steps, _release
+from mambakit.bench.training import LENGTH, ROWS, TrainingPlan, measure_steps
 from mambakit.model import lm
 from mambakit.model.mamba2 import Mamba2
 from mambakit.model.state import State
@@ -125,10 +126,11 @@ def measure(plan: TrainingPlan, way: str) -> dict[str, Any]:
     else:
         plan = replace(plan, recompute=level)  # type: ignore[arg-type]
     try:
-        speed = _measure_steps(plan, is_first=False)
+        speed = measure_steps(plan, is_first=False)
     finally:
         restore()
-        _release(plan)
+        gc.collect()
+        torch.cuda.empty_cache()
     return {
         "model": plan.name,
         "way": way,

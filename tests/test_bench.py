@@ -417,11 +417,12 @@ def test_a_timed_step_trains(tiny: None) -> None:
         "two", ModelConfig.preset("two"), 2, 16, 3, 1, 0, False, False, "none", CPU, torch.float32
     )
     batch = next(plan.batches())
-    assert batch.doc_ids is not None
-    boundaries = int((batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]).sum())
-    assert batch.num_targets == int(batch.loss_mask.sum()) == 2 * 16 - boundaries == 2 * 16 - 2 * 2
-    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
-    trainer = training.make_trainer(plan)
+    tokens, targets, doc_ids, loss_mask, num_targets = batch
+    assert doc_ids is not None
+    boundaries = int((doc_ids[:, 1:] != doc_ids[:, :-1]).sum())
+    assert num_targets == int(loss_mask.sum()) == 2 * 16 - boundaries == 2 * 16 - 2 * 2
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    trainer = training.Trainer(plan)
     losses = [float(trainer.step(batch)) for _ in range(20)]
     assert losses[-1] < losses[0] - 0.1
     assert all(parameter.grad is None for parameter in trainer.model.parameters())

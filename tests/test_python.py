@@ -41,6 +41,8 @@ def test_each_command_is_a_function(run: Path, shards: Path, tmp_path: Path) -> 
         for folder in (run, tmp_path / "theirs", tmp_path / "saved", tmp_path / "native")
     }
     assert len(texts) == 1
+    ends = {mambakit.load(folder).end_tokens for folder in (run, tmp_path / "theirs", tmp_path / "saved")}
+    assert ends == {loaded.end_tokens} and loaded.end_tokens
 
 
 def test_functions_stay_functions_after_their_rooms_were_imported() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from mambakit import MambaLM, ModelConfig
 from mambakit.files import UserError
-from mambakit.reporting import DRAWN_POINTS, Curve, RunRecord, read_run, render, report, smooth, thin, write_report
+from mambakit.reporting import DRAWN_POINTS, Curve, RunRecord, read_run, render, report, smooth, thin
 from mambakit.reporting.markup import COLORS
 from mambakit.reporting.plots import MOST_DOTS, Frame, ticks
 
@@ -237,7 +237,7 @@ def test_a_sample_is_its_prompt_and_what_follows_to_the_newline(tmp_path: Path) 
 
 def test_characters_that_a_page_cannot_hold_are_replaced(tmp_path: Path) -> None:
     folder = _write(tmp_path / "run", [_train(1), _sample(1, "a\x00", "\x1b[0m\ttab \ud800 end")])
-    write_report([folder], tmp_path / "report.html")
+    report([folder], tmp_path / "report.html")
     assert "a\ufffd</b>\ufffd[0m\ttab ? end</pre>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -447,9 +447,9 @@ def test_wrong_arguments_are_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is nothing to draw; name a run folder"):
         report([])
     with pytest.raises(ValueError, match="run is a folder; name a file for the report, such as .*report.html"):
-        write_report([folder], folder)
+        report([folder], folder)
     with pytest.raises(UserError, match="config.json/report.html cannot be written: .*; name another place with --out"):
-        write_report([folder], folder / "config.json" / "report.html")
+        report([folder], folder / "config.json" / "report.html")
 
 
 @pytest.mark.parametrize(
@@ -466,14 +466,14 @@ def test_a_broken_config_beside_good_metrics_is_a_warning(config: str, problem: 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     folders = [_write(tmp_path / parent / "run", [_train(1)]) for parent in ("a", "b")]
-    write_report(folders, tmp_path / "report.html")
+    report(folders, tmp_path / "report.html")
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.texts["h1"] == [f"mambakit report: {folders[0]}, {folders[1]}"]
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = _write(tmp_path / "run", [_train(1)]), tmp_path / "new" / "report.html"
-    write_report([folder], out)
+    report([folder], out)
     before = out.read_bytes()
     assert before.startswith(b"<!doctype html>") and before.endswith(b"</html>\n")
 
@@ -486,7 +486,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        write_report([folder], out)
+        report([folder], out)
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     assert out.read_bytes() == before
 

@@ -43,23 +43,18 @@ __all__ = [
     "training_steps",
 ]
 
-# Where each name lives; torch is loaded when the first name that needs it is used.
-_HOMES = {
-    "ConfigError": "config",
-    "MambaLM": "model",
-    "ModelConfig": "config",
-    "RunConfig": "config",
-    "State": "model",
-    "convert": "checkpoint",
-    "documents": "data.prepare",
-    "evaluate": "evaluation",
-    "load": "loaded",
-    "prepare": "data.prepare",
-    "report": "reporting",
-    "save": "checkpoint",
-    "train": "training",
-    "training_steps": "training",
+# By their modules; torch is loaded when the first name that needs it is used.
+_NAMES = {
+    "checkpoint": ("convert", "save"),
+    "config": ("ConfigError", "ModelConfig", "RunConfig"),
+    "data.prepare": ("documents", "prepare"),
+    "evaluation": ("evaluate",),
+    "loaded": ("load",),
+    "model": ("MambaLM", "State"),
+    "reporting": ("report",),
+    "training": ("train", "training_steps"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

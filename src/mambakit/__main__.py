@@ -1,4 +1,4 @@
-"""python -m mambakit, and the command mambakit: quick to import, so that Ctrl-C is heard from the beginning."""
+"""python -m mambakit, and the command mambakit: quick to import, so that Ctrl-C works from the beginning."""
 
 from __future__ import annotations
 

@@ -28,9 +28,8 @@ def choose_device(name: str = "auto") -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; auto takes bf16 on a GPU that has it, fp16 on an older one, fp32 elsewhere."""
     if name == "auto":
-        if device.type != "cuda":
-            name = "fp32"
-        else:
+        name = "fp32"
+        if device.type == "cuda":
             name = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
     if name == "fp16" and device.type != "cuda":
         raise ConfigError(f"train.precision=fp16 needs a CUDA GPU, but the run is on {device.type}; use fp32 or bf16")
@@ -38,7 +37,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def choose_recompute(name: Literal["auto", "none", "light", "mixer", "block"], device: torch.device) -> Recompute:
-    """What backward computes once more; auto takes what is cheap where memory is dear."""
+    """What backward computes once more; auto recomputes what is cheap on a GPU, where memory is scarce."""
     if name == "auto":
         return "light" if device.type == "cuda" else "none"
     return name
@@ -52,10 +51,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep large blocks for the next step, rather than give each back and fault it in again.
-
-    Long rows on a CPU spend up to a third of a step on that otherwise. Elsewhere than on glibc, nothing happens.
-    """
+    """Have glibc keep freed memory for the next step. Without this, long rows on a CPU spend up to a third of a step on
+    page faults. Without glibc, nothing happens."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: folders that appear by renaming, checksums, locks. Imports no torch."""
+"""Files and folders that are written completely or not at all, checksums, locks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SETTLED_SECONDS = 2  # a file changed twice within a tick of its disk's clock lo
 
 
 class UserError(ValueError):
-    """A person's mistake, or something on their machine that only they can mend. Told in one message."""
+    """A mistake of the user, or a problem that only they can solve. Shown as one message."""
 
 
 class RunError(RuntimeError):
-    """Work that cannot go on, by nobody's mistake in a command. Told in one message; the exit status is 1."""
+    """Work that cannot go on, though the command is right. Shown as one message; the exit status is 1."""
 
 
 class NoSpaceError(OSError):
@@ -47,7 +47,7 @@ def paths_of(given: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 def pip_command(extra: str) -> str:
-    """What installs an extra: from the checkout that mambakit was installed from, where it was, else by its name."""
+    """The command that installs an extra: from the checkout that mambakit was installed from, else by its name."""
     import importlib.metadata
     from urllib.parse import urlsplit
     from urllib.request import url2pathname
@@ -89,8 +89,19 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     sync(path.parent)
 
 
+def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of each line of a file; None for a line that is none."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) else None
+
+
 def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """sha256 of a file; `advance` hears of how many bytes have been read."""
+    """sha256 of a file; `advance` is called with the number of bytes of each block read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -102,8 +113,8 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str
 def is_intact(
     path: Path, size: int, sha256: str, *, again: bool = False, advance: Callable[[int], None] = lambda _: None
 ) -> bool:
-    """Whether a file is the one that was written, by its size and checksum. A file is read once: that it was right is
-    remembered in the cache for as long as nothing has changed it since; `again` reads it all the same."""
+    """Whether a file has this size and checksum. A good result is kept in the cache until the file changes; `again`
+    reads the file in any case."""
     try:
         before = path.stat()
     except OSError:
@@ -127,10 +138,10 @@ def was_intact(path: Path, sha256: str) -> bool:
 
 
 def remember_intact(path: Path, before: os.stat_result, sha256: str) -> None:
-    """Keep the checksum of a file for `is_intact`. `before` is what `path.stat()` said before it was read: nothing is
-    kept of a file that was changed meanwhile, or so shortly before that a further change might not show."""
+    """Keep the checksum of a file for `is_intact`. `before` is `path.stat()` before it was read: nothing is kept if the
+    file was changed since, or so shortly before that a further change might not show."""
     memory = _memory_of(path)
-    with contextlib.suppress(OSError):  # what cannot be kept is read again
+    with contextlib.suppress(OSError):  # without it, the file is read again
         changed = max(before.st_mtime, before.st_ctime)
         if _remembered(path.stat(), sha256) != _remembered(before, sha256) or time.time() - changed < SETTLED_SECONDS:
             return
@@ -179,7 +190,7 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target)
         beside = target.parent / f"{_partial(target)}{secrets.token_hex(4)}"
-        beside.mkdir()  # open to whom the person's other folders are
+        beside.mkdir()  # with the usual permissions of the user
         with contextlib.ExitStack() as held:
             held.enter_context(lock(beside / ".lock"))
             yield beside
@@ -224,19 +235,15 @@ def _partial(target: Path) -> str:
 
 
 def remove_abandoned(target: Path) -> None:
-    """Take away what a killed process left beside `target`: its lock is free, since the kernel released it."""
+    """Remove what a killed process left beside `target`: its lock is free, since the kernel released it."""
     for folder in target.parent.glob(f"{glob.escape(_partial(target))}*"):
         with contextlib.suppress(UserError, OSError):
-            if _says_who(folder / ".lock"):
-                with lock(folder / ".lock"):
+            held = folder / ".lock"
+            if held.is_file() and held.stat().st_size > 0:  # a process took the lock and never gave it back
+                with lock(held):
                     shutil.rmtree(folder, ignore_errors=True)
             elif time.time() - folder.stat().st_mtime > STARTING_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _says_who(path: Path) -> bool:
-    """Whether a lock was taken by a process and never given back: by one that lives, or was killed."""
-    return path.is_file() and path.stat().st_size > 0
 
 
 def is_full(problem: BaseException) -> bool:
@@ -265,28 +272,20 @@ def lock(path: Path, *, is_shared: bool = False) -> Iterator[None]:
 
 
 def _locked(path: Path, is_shared: bool) -> IO[str]:
-    """The open file, locked. Who held it before may have removed it between opening and locking: then it is nobody's
-    any more, and the one that has its name now counts."""
+    """The open file, locked. If its last holder removed it before it was locked, the new file of this name is tried."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
             if not _try_lock(file, is_shared):
                 file.seek(0)
                 raise LockedError(file.read().strip() or "another process")
-            if _is_at(file, path):
-                return file
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
         except BaseException:
             file.close()
             raise
         file.close()
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one of this name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _try_lock(file: IO[str], is_shared: bool) -> bool:

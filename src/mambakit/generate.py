@@ -1,4 +1,4 @@
-"""Text from models: each prompt is read in pieces, then all go on together, one token at a time."""
+"""Text from models: each prompt is read in pieces, then all rows are continued together, a token at a time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ PREFILL_TOKENS = 2048  # a prompt is read in pieces of this size, so that memory
 
 
 class Decoder:
-    """Rows of text that go on together: `add` reads a prompt, `step` gives each row its next token, `drop` ends some.
-
-    `logits[i]`, (V), are the scores of what follows row `rows[i]`.
-    """
+    """Rows of text that are continued together: `add` reads prompts, `step` adds a token to each row, `drop` ends some
+    rows. `logits[i]`, (V), are the scores of the next token of row `rows[i]`."""
 
     def __init__(self, model: MambaLM) -> None:
         self.model = model
@@ -52,7 +50,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> None:
-        """Go on with one token for each row."""
+        """Add one token to each row."""
         assert self._state is not None
         self._set(*self.model.step(torch.tensor(tokens, device=self.device), self._state))
 
@@ -188,8 +186,8 @@ def generate_text(
     are what decoding all its tokens adds to its prompt, without special tokens. An empty prompt starts from the first
     end token. Options as for `generate_batch`; `stop`, when given, takes the place of end_tokens as what ends a text.
 
-    A space at a prompt's end is a token of its own there, but in text that a model learns from it is part of the word
-    that follows. So it is taken back, and the first new token must bring it along.
+    A space at the end of a prompt is a token of its own, but in training text it is part of the word that follows. So
+    it is removed from the prompt, and the first new token must begin with it.
     """
     for name, strings in ("prompts", prompts), ("stop_strings", stop_strings):
         if isinstance(strings, str):
@@ -216,7 +214,7 @@ def _token_ids(stop: Sequence[int]) -> frozenset[int]:
 
 
 def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, or where its file says to cut texts to a length or to fill them up, a copy that does neither."""
+    """The tokenizer; or a copy without truncation and padding, where its file has them."""
     if tokenizer.truncation is None and tokenizer.padding is None:
         return tokenizer
     whole = type(tokenizer).from_str(tokenizer.to_str())
@@ -227,7 +225,7 @@ def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """Tokens that begin as the prompt's last one does, where that is white space and can be more than itself."""
+    """Tokens that begin with the prompt's last one, where that is white space; none where there is only itself."""
     if len(prompt) < 2 or not tokenizer.decode(prompt[-1:]).isspace():
         return []
     space = str(tokenizer.id_to_token(prompt[-1]))
@@ -272,7 +270,7 @@ def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
 
 
 def _check_finite(model: MambaLM, logits: Tensor) -> None:
-    """No text comes of scores that are not finite, though argmax would give one."""
+    """Refuse scores that are not finite: argmax would still choose a token."""
     if torch.isfinite(logits[:, : model.config.vocab_size]).all():  # sync point, as the choice of a token is
         return
     broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
@@ -283,14 +281,14 @@ def _check_finite(model: MambaLM, logits: Tensor) -> None:
             "no text can be generated from it: take an earlier checkpoint"
         )
     dtype = str(logits.dtype).removeprefix("torch.")
-    raise UserError(
-        f"the model's scores of the next token are not finite in {dtype}, though its weights are; "
-        "load it in another dtype: load(path, dtype=torch.float32)"
-    )
+    advice = "load it in another dtype: load(path, dtype=torch.float32)"
+    if logits.dtype == torch.float32:
+        advice = "it may be damaged; take another copy, or an earlier checkpoint"
+    raise UserError(f"the model's scores of the next token are not finite in {dtype}, though its weights are; {advice}")
 
 
 def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator:
-    """A row's own source of random numbers; row 0 has the seed itself."""
+    """A row's own random generator; row 0 has the seed itself."""
     random = torch.Generator(device=device)
     if seed is None:
         random.seed()
@@ -300,15 +298,15 @@ def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator
 
 
 class _Text:
-    """One row's new text: what is certain of it after each token, up to the first stop string.
+    """One row's new text: what later tokens cannot change, up to the first stop string.
 
-    A decoder looks back: a character's bytes may come in several tokens, and a space may depend on what stands before.
-    So each piece is decoded together with the one before it, the first one with the prompt. The library's own
-    DecodeStream is of no use here: what it holds back at the end cannot be had.
+    Tokens cannot be decoded one by one: a character's bytes may come in several tokens, and a space may depend on the
+    text before. So each piece is decoded together with the one before it, the first one with the prompt. The library's
+    DecodeStream does not give what it still holds at the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop_strings: Sequence[str], repeats: bool) -> None:
-        """`repeats`: the first new token takes the place of the prompt's last, and begins with its text."""
+        """`repeats`: the first new token replaces the prompt's last one, and begins with its text."""
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.held = ""  # decoded, but perhaps the beginning of a stop string
         self.is_stopped = False
@@ -321,7 +319,7 @@ class _Text:
         return self._until_stop(self._decode(token))
 
     def finish(self) -> str:
-        """All that is still held: no token follows."""
+        """All that is still held, when no token follows."""
         text = self._until_stop(self.text[self.num_given :])
         return text if self.is_stopped else text + self.held
 

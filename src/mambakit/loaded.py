@@ -55,8 +55,8 @@ class LoadedModel(ModelFolder):
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
     """Open a run, of which the best checkpoint is taken, or a folder in Hugging Face's or state-spaces' form.
 
-    A checkpoint whose checksums do not hold is refused. Weights keep the dtype they are stored in unless `dtype` says
-    otherwise; A_log, D and dt bias are fp32 always.
+    A checkpoint with wrong checksums is refused. Weights keep the dtype they are stored in unless `dtype` is given;
+    A_log, D and dt bias are always fp32.
     """
     found = checkpoint.load(path, dtype=dtype)
     return LoadedModel(found.model, found.tokenizer, found.end_tokens)

@@ -1,9 +1,9 @@
-"""Meters: how long calls take on a device, how fast it copies, and with what it was measured."""
+"""Measures how long calls take on a device and how fast it copies, and describes the machine."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
-import itertools
 import math
 import os
 import platform
@@ -64,8 +64,7 @@ def time_once(function: Callable[[], object], device: torch.device) -> float:
 
 
 class Moment:
-    """When a device has done all it was given so far. On a CUDA GPU that may still be to come, and is told by its own
-    clock; others are waited for."""
+    """When a device has done all it was given so far. A CUDA GPU notes it by its own clock; others are waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -98,22 +97,6 @@ class Numbers:
         return [float(value) for value in self._values]
 
 
-class StepClock:
-    """The time between ticks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ticks: list[Moment] = []
-        self.tick()
-
-    def tick(self) -> None:
-        self._ticks.append(Moment(self._device))
-
-    def seconds(self) -> list[float]:
-        """Of each step between two ticks."""
-        return [later.seconds_since(earlier) for earlier, later in itertools.pairwise(self._ticks)]
-
-
 def time_calls(
     function: Callable[[], object], device: torch.device, *, seconds: float, least: int = 5, most: int = 2000
 ) -> Timing:
@@ -138,7 +121,7 @@ def time_calls(
 
 
 def _flusher(function: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Writes a buffer as often as covers the time that the host takes to make the call."""
+    """A function that writes a buffer so often that it takes as long as the host needs for the call."""
     buffer = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
     buffer.zero_()
     one = min(time_once(buffer.zero_, device) for _ in range(3))
@@ -163,8 +146,7 @@ def copy_rate(device: torch.device) -> float:
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     seconds = 0.25 if device.type == "cuda" else 0.0
-    timing = time_calls(lambda: target.copy_(source), device, seconds=seconds, least=3)
-    return 2 * size / timing.median
+    return 2 * size / time_calls(lambda: target.copy_(source), device, seconds=seconds, least=3).median
 
 
 def release_memory(device: torch.device) -> None:
@@ -180,9 +162,12 @@ def environment(device: torch.device, *packages: str) -> dict[str, dict[str, Any
     versions |= {name: version for name in ("triton", *packages) if (version := _version(name)) is not None}
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        versions |= {"CUDA": str(torch.version.cuda), "driver": _driver() or "unknown"}
+        driver = _found_in("/proc/driver/nvidia/version", r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+        versions |= {"CUDA": str(torch.version.cuda), "driver": driver or "unknown"}
+    elif device.type == "cpu":
+        name = _found_in("/proc/cpuinfo", r"model name\s*: *(.+)") or platform.processor() or platform.machine()
     else:
-        name = _cpu_name() if device.type == "cpu" else platform.machine()
+        name = platform.machine()
     return {"versions": versions, "device": {"type": device.type, "name": name, "threads": torch.get_num_threads()}}
 
 
@@ -193,17 +178,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str | None:
-    """The version of NVIDIA's driver."""
-    return _found_in("/proc/driver/nvidia/version", r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
-
-
-def _cpu_name() -> str:
-    return _found_in("/proc/cpuinfo", r"model name\s*: *(.+)") or platform.processor() or platform.machine()
-
-
 def _found_in(path: str, pattern: str) -> str | None:
-    """What a file of Linux's tells, where there is one."""
+    """The first match in a file of Linux, where there is one."""
     try:
         found = re.search(pattern, Path(path).read_text(encoding="utf-8"))
     except OSError:
@@ -221,9 +197,13 @@ def process_seconds() -> float | None:
         return None
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed. On a CPU, torch has no error of its own for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
-    """Bytes at the highest so far: of the GPU, with those that torch does not count, or of this process. None where it
-    cannot be known."""
+    """The peak in bytes: of the GPU, with `hidden_bytes` that torch does not count, or of this process, if known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + hidden_bytes
     if sys.platform == "win32":
@@ -237,18 +217,12 @@ def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large matrix product on this device, at its fastest: what MFU is measured against."""
     size = 8192 if device.type == "cuda" else 1536
-    rate = 2 * size**3 / _matmul_seconds(size, device, dtype)
+    own = torch.Generator(device=device).manual_seed(0)  # the random numbers of the run stay as they are
+    left = torch.randn(size, size, device=device, dtype=torch.float32, generator=own).to(dtype)
+    # A GPU needs a while to reach its clock rate; a CPU does not.
+    timing = time_calls(
+        functools.partial(torch.matmul, left, left), device, seconds=0.25 if device.type == "cuda" else 0.0, least=3
+    )
+    del left
     release_memory(device)  # what this took is no memory of the run
-    return rate
-
-
-def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    left = torch.randn(size, size, device=device, dtype=torch.float32, generator=_own_generator(device)).to(dtype)
-    # A GPU needs a while to come to its clock; a CPU is there at once.
-    seconds = 0.25 if device.type == "cuda" else 0.0
-    return min(time_calls(lambda: left @ left, device, seconds=seconds, least=3).seconds)
-
-
-def _own_generator(device: torch.device) -> torch.Generator:
-    """Random numbers that leave those of the run alone."""
-    return torch.Generator(device=device).manual_seed(0)
+    return 2 * size**3 / min(timing.seconds)

@@ -9,6 +9,7 @@ _MAMBA1: dict[str, Any] = {"kind": "mamba1", "vocab_size": 50277, "vocab_multipl
 _MAMBA2: dict[str, Any] = {"kind": "mamba2", "vocab_size": 50277, "vocab_multiple": 16}
 # House sizes, at the vocabulary of GPT-2's tokenizer.
 _HOUSE: dict[str, Any] = {"kind": "mamba1", "vocab_size": 50257, "vocab_multiple": 8}
+_7B: dict[str, Any] = {"d_model": 4096, "num_layers": 64, "tie_embeddings": False}
 
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {**_HOUSE, "d_model": 192, "num_layers": 4},  # learns something on a CPU in minutes
@@ -20,39 +21,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba-790m": {**_MAMBA1, "d_model": 1536, "num_layers": 48},
     "mamba-1.4b": {**_MAMBA1, "d_model": 2048, "num_layers": 48},
     "mamba-2.8b": {**_MAMBA1, "d_model": 2560, "num_layers": 64},
-    "falcon-mamba-7b": {
-        "kind": "mamba1",
-        "d_model": 4096,
-        "num_layers": 64,
-        "vocab_size": 65024,
-        "tie_embeddings": False,
-        "bcdt_norm": True,
-    },
+    "falcon-mamba-7b": {**_7B, "kind": "mamba1", "vocab_size": 65024, "bcdt_norm": True},
     "mamba2-130m": {**_MAMBA2, "d_model": 768, "num_layers": 24},
     "mamba2-370m": {**_MAMBA2, "d_model": 1024, "num_layers": 48},
     "mamba2-780m": {**_MAMBA2, "d_model": 1536, "num_layers": 48},
     "mamba2-1.3b": {**_MAMBA2, "d_model": 2048, "num_layers": 48},
     "mamba2-2.7b": {**_MAMBA2, "d_model": 2560, "num_layers": 64},
     # Eight groups of heads, so that tensor parallelism can split the mixer up to eight ways.
-    "mamba2-7b": {
-        "kind": "mamba2",
-        "d_model": 4096,
-        "num_layers": 64,
-        "num_groups": 8,
-        "vocab_size": 32768,
-        "tie_embeddings": False,
-    },
+    "mamba2-7b": {**_7B, "kind": "mamba2", "vocab_size": 32768, "num_groups": 8},
 }
+
+
+_PAPER_ADAMW = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0, "schedule": "cosine"}
 
 
 def _paper(lr: float, steps: int) -> dict[str, Any]:
     """The Mamba paper's training: five times GPT-3's rate, half a million tokens a step, cosine to 1e-5."""
     return {
-        "optim": {"lr": lr, "min_lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0,
-                  "schedule": "cosine", "warmup_steps": steps // 10},
+        "optim": {"lr": lr, "min_lr": 1e-5, **_PAPER_ADAMW, "warmup_steps": steps // 10},
         "data": {"sequence_length": 2048},
         "train": {"batch_tokens": 2**19, "steps": steps},
-    }  # fmt: skip
+    }
 
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
-"""What a person sees of long work: a bar on a terminal, plain lines elsewhere. All of it goes to standard error.
+"""Shows the progress of long work on standard error: a bar on a terminal, plain lines elsewhere.
 
-No work ends because nobody can read about it any more: what cannot be written is dropped.
+Output that cannot be written is dropped, and the work goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(co
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: control characters become U+FFFD."""
+    """Text without control characters, which a terminal would obey: they become U+FFFD."""
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
@@ -83,7 +83,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class _Console(Console):
-    """Codes of rich's own reach the terminal, those inside a text do not."""
+    """Control codes of rich reach the terminal; those inside a text do not."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -133,7 +133,7 @@ class _Lenient:
                 self._drop(for_good=error.errno in (errno.EPIPE, errno.EIO))  # the reader, or the terminal, is gone
 
     def _drop(self, for_good: bool) -> None:
-        """Lead the stream to nowhere, so that what it holds does not fail again, in the next line or at exit."""
+        """Drop what the stream holds, so that it does not fail again, in the next line or at exit."""
         assert self._stream is not None
         number = self._stream.fileno()
         kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
@@ -150,44 +150,37 @@ class _Lenient:
 @contextlib.contextmanager
 def progress(what: str, total: float, unit: str, scale: float = 1.0) -> Iterator[Callable[[float], None]]:
     """Gives a function to call with each amount done. `unit` is what `scale` of it is called: MB, with 1e6 bytes."""
-    begin, done = time.monotonic(), 0.0
+    begin = last = time.monotonic()
+    done = 0.0
 
     def rate() -> str:
         return f"{done / scale / max(time.monotonic() - begin, 1e-9):,.1f} {unit}/s"
 
     screen = console()
-    if screen.is_terminal:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}", markup=False),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=screen, transient=False) as bar:
-            task = bar.add_task(printable(what), total=total, rate="")
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}", markup=False),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen) if screen.is_terminal else contextlib.nullcontext() as bar:
+        task = bar.add_task(printable(what), total=total, rate="") if bar is not None else None
 
-            def advance(amount: float) -> None:
-                nonlocal done
-                done += amount
+        def advance(amount: float) -> None:
+            nonlocal done, last
+            done += amount
+            now = time.monotonic()
+            if bar is not None and task is not None:
                 bar.update(task, completed=done, rate=rate())
+            elif now - last >= SECONDS_BETWEEN_LINES:
+                last = now
+                left = (now - begin) / done * max(total - done, 0) if done else 0
+                say(f"{what}: {done / max(total, 1e-9):.0%}, {rate()}, {duration(left)} left")
 
-            yield advance
-        return
-
-    last = begin
-
-    def advance_in_lines(amount: float) -> None:
-        nonlocal done, last
-        done += amount
-        now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            left = (now - begin) / done * max(total - done, 0) if done else 0
-            say(f"{what}: {done / max(total, 1e-9):.0%}, {rate()}, {duration(left)} left")
-
-    yield advance_in_lines
-    say(f"{what}: done in {duration(time.monotonic() - begin)}, {rate()}")
+        yield advance
+    if bar is None:
+        say(f"{what}: done in {duration(time.monotonic() - begin)}, {rate()}")
 
 
 def duration(seconds: float) -> str:

@@ -1,17 +1,16 @@
-"""Whether a shard folder, a checkpoint or a run is what was written, and whether a model folder can be used."""
+"""Checks that a shard folder, a checkpoint or a run is as it was written, and that a model folder can be used."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from .config import read_run_config
-from .files import UserError
+from .files import UserError, json_lines
 
 
 def verify(path: Path) -> Iterator[str]:
-    """Everything that is wrong with what lies at `path`, a line each."""
+    """The problems of what is at `path`, one line each."""
     from .data import shards
 
     if shards.is_shards(path):
@@ -30,6 +29,8 @@ def verify(path: Path) -> Iterator[str]:
         except UserError as error:
             yield str(error)
         saved = native.checkpoints(path)
+        if not saved:
+            yield f"{path} has no checkpoint"
         yield from _verify_metrics(path / "metrics.jsonl", native.step_of(saved[0]) if saved else 0)
     elif native.is_begun(path):
         raise UserError(f"{path} is a run that has no checkpoint yet")
@@ -42,8 +43,13 @@ def verify(path: Path) -> Iterator[str]:
         )
 
 
+def has_checksums(path: Path) -> bool:
+    """Whether damage in the middle of a file would be noticed: model folders in others' forms have no checksums."""
+    return any((path / name).exists() for name in ("index.json", "manifest.json", "checkpoints"))
+
+
 def _verify_model(path: Path) -> Iterator[str]:
-    """A model folder has no checksums: whether it opens, and its weights are numbers."""
+    """A model folder has no checksums: it must open, and its weights must be finite."""
     from .checkpoint import load
 
     try:
@@ -61,19 +67,14 @@ def _verify_metrics(path: Path, saved_step: int) -> Iterator[str]:
         yield f"{path} is missing"
         return
     steps: set[int] = set()
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            step = record.get("step") if isinstance(record, dict) else None
-            if not isinstance(record, dict) or not isinstance(step, int):
-                yield f"{path}: line {number} is no record of a step"
-            elif record.get("type") == "train":
-                if step in steps:
-                    yield f"{path}: step {step} is there twice"
-                steps.add(step)
+    for number, record in enumerate(json_lines(path), 1):
+        step = record.get("step") if record is not None else None
+        if record is None or not isinstance(step, int):
+            yield f"{path}: line {number} is no record of a step"
+        elif record.get("type") == "train":
+            if step in steps:
+                yield f"{path}: step {step} is there twice"
+            steps.add(step)
     last = max(steps, default=0)
     if steps and min(steps) < 1:
         yield f"{path}: step {min(steps)} is no step of a run"

@@ -179,7 +179,7 @@ def test_what_transformers_cannot_compute_is_refused(settings: dict[str, Any], r
         huggingface.write(model, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
-    huggingface.write(model, tmp_path / "model", any_model=True)
+    mambakit.save(model, tmp_path / "model", to="native")
     assert mambakit.load(tmp_path / "model").model.config == config
     assert _same_weights(mambakit.load(tmp_path / "model").model, model)
     with pytest.raises(ValueError, match="mambakit"):

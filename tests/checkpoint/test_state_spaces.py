@@ -109,7 +109,7 @@ class _Surprise:
 def test_a_bin_that_holds_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["mamba-130m"]))
     torch.save({"backbone.embedding.weight": _Surprise()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds more than tensors and is not loaded"):
+    with pytest.raises(CheckpointError, match="holds more than tensors, and is not loaded"):
         mambakit.load(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Surprise(), protocol=2))
     with pytest.raises(CheckpointError, match="pytorch_model.bin"):

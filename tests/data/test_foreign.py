@@ -15,7 +15,7 @@ from runs import metrics, settings
 
 from mambakit.config import DataConfig
 from mambakit.data import foreign
-from mambakit.data.foreign import adopt, is_tokens
+from mambakit.data.foreign import import_tokens, is_tokens
 from mambakit.data.loader import Loader
 from mambakit.data.shards import LAYOUTS, TokenStream, read_index, verify
 from mambakit.files import UserError
@@ -78,19 +78,19 @@ def test_documents_are_as_they_were_written(
     monkeypatch.setattr(foreign, "BLOCK", block)
     WRITERS[name](tmp_path / name)
     assert is_tokens(tmp_path / name)
-    folder = adopt([tmp_path / name], "bytes")
+    folder = import_tokens([tmp_path / name], "bytes")
     assert _texts(folder) == DOCUMENTS
     index = read_index(folder)
     assert index.counts["train"].documents == len(DOCUMENTS) and list(verify(folder)) == []
     assert index.counts["train"].targets == len(_ids()) - len(DOCUMENTS)
-    assert adopt([tmp_path / name], "bytes") == folder
+    assert import_tokens([tmp_path / name], "bytes") == folder
 
 
 @pytest.mark.parametrize("name", ["packed.bin", "packed.npy"])
 def test_the_packed_layout_is_not_copied(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     WRITERS["nanogpt.bin"](tmp_path / "train_2.bin")
-    folder = adopt([tmp_path / name, tmp_path / "train_2.bin"], "bytes")
+    folder = import_tokens([tmp_path / name, tmp_path / "train_2.bin"], "bytes")
     assert (folder / "train-00000.bin").readlink() == tmp_path / name
     assert not (folder / "train-00001.bin").is_symlink()
     assert _texts(folder) == DOCUMENTS * 2
@@ -107,7 +107,7 @@ def test_the_packed_layout_is_not_copied(name: str, tmp_path: Path) -> None:
 
 def test_a_file_that_was_only_touched_is_the_same(tmp_path: Path) -> None:
     _ten_lines(tmp_path / "a.bin")
-    folder = adopt([tmp_path / "a.bin"], "bytes")
+    folder = import_tokens([tmp_path / "a.bin"], "bytes")
     os.utime(tmp_path / "a.bin", ns=(1, 1))
     assert _texts(folder) == DOCUMENTS
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_linked_is_copied_and_left_alone(tmp_path: Path, monkeypa
         raise OSError("no links here")
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    folder = adopt([tmp_path / "a.bin"], "bytes")
+    folder = import_tokens([tmp_path / "a.bin"], "bytes")
     assert _texts(folder) == DOCUMENTS and not (folder / "train-00000.bin").is_symlink()
     assert (tmp_path / "a.bin").read_bytes() == before
 
@@ -133,14 +133,14 @@ def test_arrays_that_are_not_as_shards_are_copied(form: str, tmp_path: Path) -> 
         np.save(file, packed.astype(">i4") if form == "the other byte order" else packed)
         if form == "something after it":
             np.save(file, packed)
-    folder = adopt([tmp_path / "a.npy"], "bytes", "packed32")
+    folder = import_tokens([tmp_path / "a.npy"], "bytes", "packed32")
     assert _texts(folder) == DOCUMENTS and list(verify(folder)) == []
 
 
 def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:
     packed = np.array([1, 2 | 1 << 16, 3 | 2 << 16 | 1 << 30, 4], "<i4")
     np.save(tmp_path / "a.npy", packed)
-    folder = adopt([tmp_path / "a.npy"], "bytes", "packed32")
+    folder = import_tokens([tmp_path / "a.npy"], "bytes", "packed32")
     stream = TokenStream(folder, "train")
     assert np.array_equal(stream.read(0, 4), packed)
     assert LAYOUTS["packed32"].is_target(stream.read(0, 4)).tolist() == [False, False, True, False]
@@ -148,16 +148,16 @@ def test_loss_bits_of_others_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["val.bin", "valid_00.bin", "test-1.npy", "validation.bin"])
 def test_some_names_are_for_validation(name: str, tmp_path: Path) -> None:
-    array = np.zeros(3, np.uint16)
-    assert foreign.TokenFile(tmp_path / name, "plain", array).split == "val"
+    numbers = (np.dtype(np.uint16), 3)
+    assert foreign.TokenFile(tmp_path / name, *numbers).split == "val"
     for other in ("values.bin", "testimony.npy", "train.bin", "my_val.bin"):
-        assert foreign.TokenFile(tmp_path / other, "plain", array).split == "train"
+        assert foreign.TokenFile(tmp_path / other, *numbers).split == "train"
 
 
 def test_files_are_sources_of_a_mix(tmp_path: Path) -> None:
     for name in ("train_a", "train_b", "val"):
         WRITERS["nanogpt.bin"](tmp_path / f"{name}.bin")
-    folder = adopt([tmp_path / f"{name}.bin" for name in ("train_a", "train_b", "val")], "bytes")
+    folder = import_tokens([tmp_path / f"{name}.bin" for name in ("train_a", "train_b", "val")], "bytes")
     loader = Loader(TokenStream(folder, "train"), DataConfig(sequence_length=8, mix=(0, 1)), 2)
     assert loader.mix is not None and loader.mix.rows[0] == 0
     assert all((window := loader.window(row)) is not None and window >= loader.mix.begins[1] for row in range(50))
@@ -191,21 +191,21 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path, data: bytes, tokenizer
     (tmp_path / "a.bin").write_bytes(data)
     for _ in range(2):  # and not taken from the cache the second time
         with pytest.raises(UserError, match=message):
-            adopt([tmp_path / "a.bin"], tokenizer, kind)
+            import_tokens([tmp_path / "a.bin"], tokenizer, kind)
 
 
 def test_arrays_of_other_widths_are_not_packed(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(60, dtype="<i8"))
     for _ in range(2):
         with pytest.raises(UserError, match="holds int64; the packed layout has 32 bits a token"):
-            adopt([tmp_path / "a.npy"], "bytes", "packed32")
+            import_tokens([tmp_path / "a.npy"], "bytes", "packed32")
 
 
 def test_an_archive_of_arrays_is_no_array(tmp_path: Path) -> None:
     with (tmp_path / "a.npy").open("wb") as file:
         np.savez(file, np.arange(5))
     with pytest.raises(UserError, match="a.npy is no array of numbers"):
-        adopt([tmp_path / "a.npy"], "bytes")
+        import_tokens([tmp_path / "a.npy"], "bytes")
 
 
 @pytest.mark.parametrize("data", [b"", b"\1", b"\1\0"])
@@ -213,7 +213,7 @@ def test_tokens_that_megatrons_index_does_not_speak_of(data: bytes, tmp_path: Pa
     _megatron(tmp_path / "a.bin")
     (tmp_path / "a.bin").write_bytes(data)
     with pytest.raises(UserError, match=f"counts {len(_ids())} tokens, but .*a.bin has {len(data)} bytes"):
-        adopt([tmp_path / "a.bin"], "bytes")
+        import_tokens([tmp_path / "a.bin"], "bytes")
 
 
 _CUT_SHORT = """

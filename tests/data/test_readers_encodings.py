@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -227,7 +228,7 @@ def test_noise_is_no_text_in_any_format() -> None:
 
 
 def test_a_mark_alone_is_an_empty_file() -> None:
-    for mark in (b"\xef\xbb\xbf", *encodings.MARKS):
+    for mark in (b"\xef\xbb\xbf", *itertools.chain(*encodings.MARKS.values())):
         for read, reason in (
             (text.read, "empty"),
             (records.csv_, "empty"),
@@ -282,3 +283,10 @@ def test_a_notebook_in_another_encoding() -> None:
     data = _notebook(4, {"cell_type": "markdown", "source": RUSSIAN}).decode()
     for encoding in ("utf-8-sig", "utf-16", "cp1251"):
         assert _text(notebook.read, data.encode(encoding)) == RUSSIAN.strip("\n")
+
+
+def test_a_notebook_whose_encoding_looks_like_ascii() -> None:
+    words = "すべての人間は、生れながらにして自由であり、かつ、尊厳と権利とについて平等である。" * 4
+    data = _notebook(4, {"cell_type": "markdown", "source": words}).decode()
+    for encoding in ("iso-2022-jp", "shift_jis", "euc-jp"):
+        assert _text(notebook.read, data.encode(encoding)) == words

@@ -458,3 +458,13 @@ def test_damaged_archives_are_unreadable() -> None:
     for name, data in files.items():
         for damaged in _damaged(data, 60):
             _survives(lambda damaged=damaged, name=name: _unpacked(damaged, name))  # type: ignore[misc]
+
+
+def test_a_file_without_a_document_notes_nothing_inside() -> None:
+    """It is skipped as a whole, or read as text."""
+    notes: list[str] = []
+    with pytest.raises(Unreadable, match="no text column"):
+        _texts(records.json_, b'{"setting": 3, "b": [1, 2]}', None, notes.append)
+    assert notes == []
+    _texts(records.jsonl, b'{"setting": 3}\n{"text": "a"}\n', None, notes.append)
+    assert notes == ["no text column"]

@@ -287,7 +287,7 @@ def test_files_are_read_through_once(
     assert capsys.readouterr().err == ""
 
 
-_CUT_SHORT = """
+_CHANGED = """
 import os, sys
 from pathlib import Path
 from mambakit.data.shards import TokenStream
@@ -295,6 +295,11 @@ stream = TokenStream(Path(sys.argv[1]), "train")
 assert len(stream.read(0, 60_000)) == 60_000
 if sys.argv[2] == "cut":
     os.truncate(Path(sys.argv[1]) / "train-00001.bin", 8192)
+elif sys.argv[2] == "touch":
+    os.utime(Path(sys.argv[1]) / "train-00001.bin", (1, 1))
+elif sys.argv[2] == "overwrite":
+    with open(Path(sys.argv[1]) / "train-00001.bin", "r+b") as file:
+        file.write(bytes(100))
 else:
     stream = TokenStream(Path(sys.argv[1]), "train")
     other = Path(sys.argv[1]) / "other"
@@ -312,6 +317,8 @@ except Exception as error:
     ("change", "message"),
     [
         ("cut", "ShardError .*train-00001.bin has become shorter than the 80000 bytes that the index says; put it"),
+        ("overwrite", "ShardError .*train-00001.bin is not what was written: its checksum differs"),
+        ("touch", "$"),
         ("replace", "ShardError .*train-00001.bin was replaced by another file while it was in use"),
     ],
 )
@@ -319,7 +326,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change
     """In a process of its own, which a signal may end."""
     folder = cases.write_shards(tmp_path / "shards", cases.random_documents([60_000]), shard_tokens=20_000)
     done = subprocess.run(
-        [sys.executable, "-c", _CUT_SHORT, str(folder), change], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _CHANGED, str(folder), change], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done
     assert re.match(message, done.stdout), done.stdout

@@ -11,7 +11,7 @@ from helpers import assert_close, assert_same, random_documents, with_gradients
 from torch import Tensor
 
 from mambakit import ops
-from mambakit.ops.causal_conv1d import _conv_backward
+from mambakit.ops.cpu import causal_conv1d as conv_on_cpu
 
 pytest.importorskip("triton")
 from mambakit.ops.gpu import causal_conv1d as conv_kernels
@@ -86,11 +86,7 @@ def test_the_same_bits_as_three_operators(dtype: torch.dtype, backend: str, with
 def test_each_kernel_of_a_gpu_writes_its_own_part(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter; the convolution's kernel, CUDA C++, has a stand-in."""
 
-    def conv_backward(*arguments: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _conv_backward(*arguments)
-        return dx.copy_(grads[0]), *(grad if grad.numel() else None for grad in grads[1:])
-
-    monkeypatch.setattr(conv_kernels, "backward", conv_backward)
+    monkeypatch.setattr(conv_kernels, "backward", conv_on_cpu.backward)
     case = _case(1, 70, 2, "cpu", torch.float32, without)
     conv_state, ssm_state = case.pop("conv_state"), case.pop("ssm_state")
     tensors = *case.values(), random_documents(1, 70), conv_state, ssm_state
@@ -100,7 +96,8 @@ def test_each_kernel_of_a_gpu_writes_its_own_part(without: str, monkeypatch: pyt
     dstates = torch.randn_like(final_conv), torch.randn_like(final_ssm)
     dnormed = torch.randn_like(normed)
     expected = fused._fused_backward(*tensors, *options, *saved, dnormed, *dstates)
-    actual = fused._fused_backward_cuda(*tensors, *options, *saved[:2], kept, dnormed, *dstates)
+    monkeypatch.setattr(fused, "kernels", lambda name, _: importlib.import_module(f"mambakit.ops.gpu.{name}"))
+    actual = fused._fused_backward(*tensors, *options, *saved[:2], kept, dnormed, *dstates)
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert mine.is_contiguous() and mine.dtype == theirs.dtype
         assert_close(mine, theirs, 1e-4, f"gradient {i}")

@@ -24,7 +24,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
         "N": num_states,  "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
-        "AHEAD": selective_scan.AHEAD, "BEHIND": selective_scan.BEHIND, part: 1, **more,
+        "FORWARD_TILE": selective_scan.FORWARD_TILE, "BACKWARD_TILE": selective_scan.BACKWARD_TILE, part: 1, **more,
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_a_block_fits_in_shared_memory(
     room = {(7, 5): 64, (8, 6): 99, (9, 0): 227}[capability] * 1024
     assert fit.warps >= 1 and 0 < fit.backward_shared <= room
     assert fit.lanes * selective_scan.NUM_STATES >= num_states
-    assert fit.keep % selective_scan.AHEAD == fit.keep % selective_scan.BEHIND == 0
+    assert fit.keep % selective_scan.FORWARD_TILE == fit.keep % selective_scan.BACKWARD_TILE == 0
 
 
 def test_a_gpu_newer_than_nvrtc_gets_code_the_driver_translates() -> None:
@@ -116,7 +116,7 @@ def test_what_is_compiled_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(AssertionError):
             nvrtc.compile_kernels("probe.cu", {"OTHER": 1}, (9, 0))
 
-    folder = nvrtc.cache_folder()
+    folder = nvrtc.kernel_cache()
     assert folder is not None
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"!")  # a damaged file is compiled anew, not loaded
@@ -127,26 +127,26 @@ def test_what_is_compiled_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_folder_kernels_are_compiled_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "file"))
-    assert nvrtc.cache_folder() is None
+    assert nvrtc.kernel_cache() is None
     assert _is_machine_code(nvrtc.compile_kernels("probe.cu", {}, (9, 0)))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = nvrtc.cache_folder()
+    folder = nvrtc.kernel_cache()
     assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
     for mode in (0o777, 0o770):
         folder.chmod(mode)
-        assert nvrtc.cache_folder() is None
+        assert nvrtc.kernel_cache() is None
     folder.chmod(0o700)
-    assert nvrtc.cache_folder() == folder
+    assert nvrtc.kernel_cache() == folder
     folder.parent.chmod(0o777)
-    assert nvrtc.cache_folder() is None
+    assert nvrtc.kernel_cache() is None
     folder.parent.chmod(0o1777)
-    assert nvrtc.cache_folder() == folder
+    assert nvrtc.kernel_cache() == folder
     (tmp_path / "link").symlink_to(folder.parent)
     monkeypatch.setenv("MAMBAKIT_CACHE", str(tmp_path / "link"))
-    assert nvrtc.cache_folder() == folder
+    assert nvrtc.kernel_cache() == folder
 
 
 def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +155,15 @@ def test_a_cluster_s_job_keeps_kernels_on_its_node(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
     (tmp_path / "node").mkdir()
-    assert nvrtc.cache_folder() == tmp_path / "home" / ".cache" / "mambakit" / "kernels"
+    assert nvrtc.kernel_cache() == tmp_path / "home" / ".cache" / "mambakit" / "kernels"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    folder = nvrtc.cache_folder()
+    folder = nvrtc.kernel_cache()
     assert folder is not None and folder.is_relative_to(tmp_path / "node")
     monkeypatch.setenv("TRITON_CACHE_DIR", "chosen")
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     assert os.environ["TRITON_CACHE_DIR"] == "chosen"
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     assert Path(os.environ["TRITON_CACHE_DIR"]).is_relative_to(tmp_path / "node")
 
 

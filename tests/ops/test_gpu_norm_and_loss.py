@@ -41,11 +41,10 @@ def _norm_by_kernel(
     dy: Tensor, dtotal: Tensor | None, eps: float = EPS,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     x, weight, residual, gate, dy, dtotal = (_on_device(t) for t in (x, weight, residual, gate, dy, dtotal))
-    y, total = norm_kernels.forward(x, weight, eps, residual, gate, group, gate_last)
+    settings = norm.NormSettings(weight, eps, gate, group, gate_last)
+    y, total = norm_kernels.forward(x, residual, settings)
     saved = x if total is None else total
-    dx, dresidual, dweight, dgate = norm_kernels.backward(
-        saved, weight, eps, gate, group, gate_last, dy, dtotal, x.dtype
-    )
+    dx, dresidual, dweight, dgate = norm_kernels.backward(saved, settings, dy, dtotal, x.dtype, None)
     return {"y": y, "total": total, "dx": dx, "dresidual": dresidual, "dweight": dweight, "dgate": dgate}
 
 
@@ -202,16 +201,17 @@ def test_norm_gives_the_same_bits_again() -> None:
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-def test_norm_is_traced_as_it_runs(half: bool, residual: bool) -> None:
+def test_norm_is_traced_as_it_runs(half: bool, residual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "kernels", lambda *_: norm_kernels)
     case = _norm_case(6, 10, residual=residual)
     x = case["x"].half() if half else case["x"]
     x, weight, given, gate = (_on_device(t) for t in (x, case["weight"], case["residual"], case["gate"]))
     arguments = (x, weight, EPS, given, gate, 5, True)
-    forward = norm._norm_cuda(*arguments)
+    forward = norm._norm(*arguments)
     _assert_same_form(forward, norm._norm_fake(*arguments))
     saved = forward[1] if residual else x
     arguments = (saved, weight, EPS, gate, 5, True, x, None, x.dtype)
-    _assert_same_form(norm._norm_backward_cuda(*arguments), norm._norm_backward_fake(*arguments))
+    _assert_same_form(norm._norm_backward(*arguments), norm._norm_backward_fake(*arguments))
 
 
 def _assert_same_form(actual: Any, expected: Any) -> None:
@@ -341,11 +341,11 @@ def test_loss_and_its_backward_are_traced_as_they_run(monkeypatch: pytest.Monkey
     hidden, weight, targets = (
         _on_device(t) for t in (torch.randn(2, 3, 6), torch.randn(9, 6), torch.ones(2, 3).long())
     )
-    outputs = cross_entropy._cross_entropy_cuda(hidden, weight, targets, None, True, True)
+    outputs = cross_entropy._cross_entropy(hidden, weight, targets, None, True, True)
     _assert_same_form(outputs, cross_entropy._cross_entropy_fake(hidden, weight, targets, None, True, True))
     arguments = (outputs[1], outputs[2], outputs[0], torch.half, torch.float32)
     _assert_same_form(
-        cross_entropy._cross_entropy_backward_cuda(*arguments), cross_entropy._cross_entropy_backward_fake(*arguments)
+        cross_entropy._cross_entropy_backward(*arguments), cross_entropy._cross_entropy_backward_fake(*arguments)
     )
 
 

@@ -108,13 +108,13 @@ def test_the_scan_agrees_without_softplus_and_the_convolution_without_silu() -> 
             assert_same(actual, with_gradients(function, _exact(arguments)), 1e-5)
 
 
-@pytest.mark.parametrize("way", ["plain", "chunks", "relay", "little-room"])
+@pytest.mark.parametrize("way", ["plain", "chunks", "chained", "little-room"])
 def test_every_way_to_spread_the_scan_over_the_gpu_agrees(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "chunks":
         monkeypatch.setattr(scan_kernels, "SHORTEST_CHUNK", 64)
         monkeypatch.setattr(scan_kernels, "FORWARD_FILLED", 1e9)
         monkeypatch.setattr(scan_kernels, "BACKWARD_FILLED", 1e9)
-    elif way == "relay":
+    elif way == "chained":
         monkeypatch.setattr(scan_kernels, "SHORTEST_CHUNK", 64)
         monkeypatch.setattr(scan_kernels, "processors", lambda _: 0)
     elif way == "little-room":  # as on a GPU whose blocks have 64 KB

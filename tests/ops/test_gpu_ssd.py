@@ -15,7 +15,8 @@ from helpers import assert_close, ids_of, random_documents
 from torch import Tensor
 
 from mambakit import ops
-from mambakit.ops.ssd import ssd_chunked, ssd_reference, ssd_step
+from mambakit.ops.operators import gradients
+from mambakit.ops.ssd import SSDInputs, ssd_chunked, ssd_reference, ssd_step
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
@@ -66,11 +67,10 @@ def _by_kernel(
     arguments: dict[str, Any], dt_softplus: bool = True, dt_limit: tuple[float, float] = NO_LIMIT
 ) -> dict[str, Tensor | None]:
     given = {name: value.to(DEVICE) if value is not None else None for name, value in arguments.items()}
-    *tensors, initial_state = (given[name] for name in NAMES)
-    options = (*tensors, dt_softplus, dt_limit, given.get("doc_ids"), initial_state)
-    y, final_state, kept = kernels.forward(*options)
-    assert kept.shape == kernels.kept_shape(given["x"], given["B"])
-    grads = kernels.backward(*options, kept, given["dy"], given["dfinal_state"])
+    inputs = _inputs(given)._replace(dt_softplus=dt_softplus, dt_low=dt_limit[0], dt_high=dt_limit[1])
+    y, final_state, kept = kernels.forward(inputs)
+    assert kept.shape == kernels.kept_shape(inputs)
+    grads = gradients(kernels.backward(inputs, kept, given["dy"], given["dfinal_state"]), [given[n] for n in NAMES])
     for name, grad in zip(NAMES, grads, strict=True):
         assert (grad is None) == (given[name] is None), name
         assert grad is None or (grad.dtype, grad.shape) == (given[name].dtype, given[name].shape), name
@@ -78,6 +78,11 @@ def _by_kernel(
     taken, results = (_memory(tensors) for tensors in (given.values(), (y, final_state, *grads)))
     assert len({*results}) == len(results) and not {*results} & {*taken}, "torch wants results that share no memory"
     return {"y": y, "final_state": final_state, **{f"d{n}": g for n, g in zip(NAMES, grads, strict=True)}}
+
+
+def _inputs(arguments: dict[str, Any]) -> SSDInputs:
+    tensors = (arguments[name] for name in NAMES[:-1])
+    return SSDInputs(*tensors, True, *NO_LIMIT, None, arguments.get("doc_ids"), arguments["initial_state"])
 
 
 def _memory(tensors: Iterable[Tensor | None]) -> list[int]:
@@ -258,7 +263,7 @@ def test_time_cut_into_segments_and_heads_split(packed: bool, monkeypatch: pytes
         monkeypatch.setattr(kernels, "HEADS_OF_A_PIECE", piece)
         monkeypatch.setattr(kernels, "_best_cut", lambda *_, chosen=segments: (chosen, 16))
         monkeypatch.setattr(kernels, "ENOUGH_CHUNKS", enough)
-        kept = kernels.kept_shape(arguments["x"], arguments["B"])
+        kept = kernels.kept_shape(_inputs(arguments))
         assert kept == ((0,) if segments == 1 else (1, segments, *arguments["x"].shape[2:], arguments["B"].shape[3]))
         _check(arguments)
 
@@ -289,8 +294,8 @@ def test_narrow_inputs(head_dim: int, states: int, tma: bool) -> None:
 
 
 def _fits_tma(arguments: dict[str, Any]) -> bool:
-    x, B, C = (arguments[name] for name in "xBC")
-    return kernels._Plan.of(x, B).for_tensors(x, B, C).tiles.tma
+    inputs = _inputs(arguments)
+    return kernels._Plan.of(inputs).for_tensors(inputs.x, inputs.B, inputs.C).tiles.tma
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -458,12 +463,13 @@ def test_on_a_gpu_beyond_two_billion_elements() -> None:
     x = torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     dt, A = torch.randn(batch, length, heads, device="cuda"), -torch.rand(heads, device="cuda")
     B, C = (torch.randn(batch, length, 1, states, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    options = (None, None, True, NO_LIMIT, None, None)
-    y, final_state, kept = kernels.forward(x, dt, A, B, C, *options)
-    grads = kernels.backward(x, dt, A, B, C, *options, kept, x, None)
+    inputs = SSDInputs(x, dt, A, B, C, None, None, True, *NO_LIMIT, None, None, None)
+    y, final_state, kept = kernels.forward(inputs)
+    grads = kernels.backward(inputs, kept, x, None)
     few = slice(batch - 1, batch)  # few enough heads to be cut into segments, so that other bits may come out
-    y_few, final_few, kept = kernels.forward(x[few], dt[few], A, B[few], C[few], *options)
-    grads_few = kernels.backward(x[few], dt[few], A, B[few], C[few], *options, kept, x[few], None)
+    inputs = inputs._replace(x=x[few], dt=dt[few], B=B[few], C=C[few])
+    y_few, final_few, kept = kernels.forward(inputs)
+    grads_few = kernels.backward(inputs, kept, x[few], None)
     assert_close(y[few], y_few, 2e-2, "y")
     assert_close(final_state[few], final_few, 2e-2, "final state")
     for index in (0, 1, 3, 4):

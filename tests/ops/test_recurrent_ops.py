@@ -541,9 +541,8 @@ def test_gradients_of_a_split_convolution_are_put_together(
     """As on a GPU, whose kernel has a stand-in."""
     conv = importlib.import_module("mambakit.ops.causal_conv1d")
 
-    def backward(*arguments: Any, more_dy: Tensor | None, dx: Tensor) -> Any:
-        *before, dy, dfinal_state = arguments
-        grads = conv._conv_backward(*before, dy if more_dy is None else dy + more_dy, dfinal_state)
+    def backward(inputs: Any, dy: Tensor, dfinal_state: Any, *, more_dy: Tensor | None, dx: Tensor) -> Any:
+        grads = conv._conv_backward(*inputs, dy if more_dy is None else dy + more_dy, dfinal_state)
         return dx.copy_(grads[0]), *grads[1:]
 
     monkeypatch.setattr("mambakit.ops.gpu.causal_conv1d.backward", backward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from mambakit.cli import main
 from mambakit.config import ConfigError, resolve
 from mambakit.data.prepare import prepare
 from mambakit.data.shards import Index, SplitCounts, read_index
+from mambakit.training.passes import PlainPass
 from mambakit.training.run import train
-from mambakit.training.sizing import Cost, cost, unsaid
+from mambakit.training.sizing import Cost, cost, default_settings
 from mambakit.verify import verify
 
 
@@ -43,12 +45,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
     tokens: int, device: torch.device, shards: Path
 ) -> None:
-    config = resolve(unsaid([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
+    config = resolve(default_settings([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
     flops = {"cpu": 1e11, "cuda": 2e14}[device.type]
     assert config.train.steps is not None
     rows = tokens // config.data.sequence_length
     expected = cost(config, config.train.steps, rows, device, torch.float32, flops)
-    assert not expected.warnings()
+    assert not expected.warnings(None)
     assert expected.epochs is not None and expected.epochs <= 10.5
     assert expected.seconds < 86400
     assert device == GPU or config.model.d_model == 192
@@ -56,7 +58,7 @@ def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
 
 def test_more_data_makes_a_larger_model_on_a_gpu(shards: Path) -> None:
     sizes = [
-        resolve(unsaid([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
+        resolve(default_settings([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
         for tokens in (10**5, 10**8, 10**9)
     ]
     assert sizes == sorted(set(sizes))
@@ -68,17 +70,21 @@ def test_what_is_said_stays(shards: Path) -> None:
         "optim": {"lr": 1e-9, "min_lr": 0.0},
         "train": {"steps": 7},
     }
-    assert unsaid([said], index_of(10**6, shards), CPU) == {}
+    assert default_settings([said], index_of(10**6, shards), CPU) == {}
     recipe = {"recipe": "paper-130m", "model": "mamba-130m"}
-    assert unsaid([recipe], index_of(10**6, shards), CPU) == {}
+    assert default_settings([recipe], index_of(10**6, shards), CPU) == {}
     without_length = {**said, "train": {}}
-    assert set(unsaid([without_length], index_of(10**6, shards), CPU)) == {"train"}
+    assert set(default_settings([without_length], index_of(10**6, shards), CPU)) == {"train"}
 
 
 def test_costs_of_days_and_of_many_epochs_are_warned_of() -> None:
     days, by_heart = Cost(1, 1, 9.0, 90_000, 1), Cost(1, 1, 11.0, 10, 1)
-    assert "will take days" in days.warnings()[0] and "--train.tokens" in days.warnings()[0]
-    assert "read 11 times" in by_heart.warnings()[0]
+    large = Cost(1, 1, 1.0, 10, 3 * 2**30)
+    assert large.warnings(2**30) == [
+        "this may not fit: there are 1.0 GiB; lower --train.micro-batch-rows, or take --train.recompute block"
+    ]
+    assert "will take days" in days.warnings(None)[0] and "--train.tokens" in days.warnings(None)[0]
+    assert "read 11 times" in by_heart.warnings(2**30)[0]
 
 
 def test_a_run_tells_what_it_will_take_before_the_first_step_and_what_came_of_it(
@@ -140,11 +146,15 @@ def test_a_tokenizer_that_the_shards_do_not_have_is_refused(
 ) -> None:
     words = ["train", "--data", str(shards), "--out", str(tmp_path / "run"), "--train.steps", "1"]
     assert main([*words, "--data.tokenizer", "bytes"]) == 2
-    told = f"data.tokenizer=bytes is for text, but {shards} holds shards, made with the tokenizer train:300"
-    assert told in capsys.readouterr().err
-    for flag, value in {"val-fraction": "0.5", "text-column": "{a}", "separator": "###"}.items():
+    told = capsys.readouterr().err
+    assert f"{shards} holds shards, made with the tokenizer train:300" in told and "data.tokenizer=bytes" in told
+    for flag, value in {"val-fraction": "0.5", "text-column": "{a}", "separator": "###", "tokens": "uint16"}.items():
         assert main([*words, f"--data.{flag}", value]) == 2
-        assert f"data.{flag.replace('-', '_')}={value} is for text" in capsys.readouterr().err
+        assert f"data.{flag.replace('-', '_')}={value}; remove" in capsys.readouterr().err
+        words += [f"--data.{flag}", value]
+    assert main(words) == 2
+    assert "data.val_fraction=0.5, data.text_column={a}, data.separator=###" in capsys.readouterr().err
+    words = words[:7]
     assert not (tmp_path / "run").exists()
     small = ["--model.d-model", "16", "--model.num-layers", "1", "--model.kind", "mamba1"]
     assert main([*words, *small, "--data.tokenizer", str(shards / "tokenizer.json")]) == 0
@@ -362,3 +372,19 @@ def test_mistakes_are_told_before_a_run_that_exists(copy: Path, shards: Path) ->
 def test_records_that_are_lost_are_told(lines: str, problem: str, copy: Path) -> None:
     (copy / "metrics.jsonl").write_text(lines + "\n" if lines else "")
     assert any(problem in found for found in verify(copy))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signals")
+def test_a_stop_before_the_first_step_says_that_changed_settings_are_not_kept(
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = PlainPass.__call__
+
+    def stops(self: Any, *inputs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return whole(self, *inputs)
+
+    monkeypatch.setattr(PlainPass, "__call__", stops)
+    result = train({"train": {"steps": 20}, "optim": {"lr": 1e-3}}, out=copy, resume=True)
+    assert (result.step, result.stopped_by) == (12, "SIGTERM")
+    assert "and the settings that were changed now: no step was taken with them" in capsys.readouterr().err

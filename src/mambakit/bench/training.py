@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..config import ConfigError, ModelConfig, OptimConfig, Recompute
 from ..device import choose_device, choose_recompute, keep_freed_memory
 from ..files import UserError
-from ..measure import Numbers, StepClock, Timing, peak_memory, process_seconds, release_memory
+from ..measure import Moment, Numbers, Timing, peak_memory, process_seconds, release_memory
 from ..model import MambaLM, Output, State
 from ..training.optim import make_optimizer, update
 from ..training.passes import Pass, PlainPass, make_pass
@@ -32,14 +33,9 @@ SMALL_ROWS, SMALL_LENGTH = 2, 256  # where there is no GPU
 BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two averages, all fp32
 
 
-class RandomBatch(NamedTuple):
-    """A batch that is already on the device."""
-
-    tokens: Tensor  # (rows, length)
-    targets: Tensor
-    doc_ids: Tensor | None
-    loss_mask: Tensor  # False where the next token begins another document
-    num_targets: int
+# On the device: tokens and targets (rows, length), document ids, loss mask (False where the next token begins another
+# document), number of targets.
+RandomBatch = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,46 +75,41 @@ class TrainingPlan:
             doc_ids = random_documents(self.rows, self.length, self.documents)
             mask[:, :-1] = doc_ids[:, 1:] == doc_ids[:, :-1]
             doc_ids = doc_ids.to(self.device)
-        num_targets, mask = int(mask.sum()), mask.to(self.device)
+        num_targets, mask = float(mask.sum()), mask.to(self.device)
         shape = (self.rows, self.length + 1)
         while True:
             text = torch.randint(self.config.vocab_size, shape, device=self.device, generator=generator)
-            yield RandomBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), doc_ids, mask, num_targets)
+            counted = torch.full((), num_targets, dtype=torch.float32, device=self.device)
+            yield text[:, :-1].contiguous(), text[:, 1:].contiguous(), doc_ids, mask, counted
 
 
 class Trainer:
-    """A model with its optimizer, and one training step of it."""
+    """A model with its optimizer: ours, or mamba_ssm's with logits and torch's cross entropy."""
 
-    def __init__(
-        self, model: nn.Module, scaler: torch.amp.GradScaler, run_micro_batch: Pass, plan: TrainingPlan
-    ) -> None:
-        self.model, self.scaler, self.run_micro_batch = model, scaler, run_micro_batch
-        self.optimizer = make_optimizer(model, OPTIM, plan.device)
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.dtype == torch.float16)
+        self.model: nn.Module
+        self.run_micro_batch: Pass
+        if plan.implementation == "mamba_ssm":
+            peer = self.model = mamba_ssm_model(plan.config, plan.device).train()
+
+            def forward(tokens: Tensor, *, targets: Tensor, **_: object) -> Output:
+                return Output(State(()), loss_sum=loss_sum(peer(tokens).logits, targets))
+
+            self.run_micro_batch = PlainPass(forward, self.scaler, plan.device, plan.dtype)
+        else:
+            with plan.device:
+                model = self.model = MambaLM(plan.config).train()
+            model.backbone.recompute = plan.recompute
+            ways: dict[str, Any] = {"compiled": plan.compiled, "graphed": plan.graphed}
+            self.run_micro_batch = make_pass(model, self.scaler, plan.dtype, shape=(plan.rows, plan.length), **ways)
+        self.optimizer = make_optimizer(self.model, OPTIM, plan.device)
 
     def step(self, batch: RandomBatch) -> Tensor:
         """Run one step. Gives the loss, still on the device."""
-        num_targets = torch.full((), batch.num_targets, dtype=torch.float32, device=batch.tokens.device)
-        loss, *_ = self.run_micro_batch(batch.tokens, batch.targets, batch.doc_ids, batch.loss_mask, num_targets)
+        loss, *_ = self.run_micro_batch(*batch)
         update(self.model, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
         return loss
-
-
-def make_trainer(plan: TrainingPlan) -> Trainer:
-    """Our model; or mamba_ssm's, with logits and torch's cross entropy."""
-    scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.dtype == torch.float16)
-    if plan.implementation == "mamba_ssm":
-        peer = mamba_ssm_model(plan.config, plan.device).train()
-
-        def forward(tokens: Tensor, *, targets: Tensor, **_: object) -> Output:
-            return Output(State(()), loss_sum=loss_sum(peer(tokens).logits, targets))
-
-        return Trainer(peer, scaler, PlainPass(forward, scaler, plan.device, plan.dtype), plan)
-    with plan.device:
-        model = MambaLM(plan.config).train()
-    model.backbone.recompute = plan.recompute
-    shape = plan.rows, plan.length
-    run_micro_batch = make_pass(model, scaler, plan.dtype, shape=shape, compiled=plan.compiled, graphed=plan.graphed)
-    return Trainer(model, scaler, run_micro_batch, plan)
 
 
 def measure_training(
@@ -161,18 +152,22 @@ def measure_training(
     speeds: list[TrainingSpeed] = []
     for plan in plans:
         try:
-            speed = _measure_steps(plan, is_first=not speeds)
+            speed = measure_steps(plan, is_first=not speeds)
         except Exception as error:
             if plan.implementation != "mambakit":  # whatever error a peer has, the other models are still measured
                 yield common.failed_part(plan.implementation, plan.name, error)
             elif isinstance(error, torch.OutOfMemoryError):
-                raise _too_large(plan) from None
+                what = f"{plan.name} with {plan.rows} rows of {plan.length} tokens"
+                raise UserError(f"{what} does not fit in the memory of the GPU; lower batch_rows or length") from None
             else:
                 raise
         else:
             speeds.append(speed)
             yield ReportPart("results", [speed.to_json()], str(speed))
-        _release(plan)
+        gc.collect()  # a model and its optimizer refer to each other
+        if plan.compiled:
+            torch.compiler.reset()
+        release_memory(place)
     if len(speeds) > 1:
         yield ReportPart("results", [], _speed_table(speeds))
     yield common.absent_part(absent)
@@ -184,33 +179,20 @@ def _check_counts(*, least: int = 1, **settings: int | None) -> None:
             raise ConfigError(f"{setting}={value}: need a whole number of at least {least}")
 
 
-def _too_large(plan: TrainingPlan) -> UserError:
-    what = f"{plan.name} with {plan.rows} rows of {plan.length} tokens"
-    return UserError(f"{what} does not fit in the memory of the GPU; lower batch_rows or length")
-
-
-def _release(plan: TrainingPlan) -> None:
-    """Free the memory of the model that was measured."""
-    gc.collect()  # a model and its optimizer refer to each other
-    if plan.compiled:
-        torch.compiler.reset()
-    release_memory(plan.device)
-
-
-def _measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
+def measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
     """Build a model and train it: a first step, the ceilings, warm-up, the timed steps, the ceilings again."""
     started = time.perf_counter()
     torch.manual_seed(0)
-    trainer, batches = make_trainer(plan), plan.batches()
+    trainer, batches = Trainer(plan), plan.batches()
     losses: list[float] = []
 
     def run(count: int) -> list[float]:
         """Run `count` steps and give the seconds of each. As in training, a loss is read during the next step."""
-        clock = StepClock(plan.device)
+        ticks = [Moment(plan.device)]
         unread: list[Numbers] = []
         for _ in range(count):
             unread.append(Numbers(trainer.step(next(batches))))
-            clock.tick()
+            ticks.append(Moment(plan.device))
             if len(unread) > 1:
                 losses.extend(unread.pop(0).read())
         for numbers in unread:
@@ -218,7 +200,7 @@ def _measure_steps(plan: TrainingPlan, *, is_first: bool) -> TrainingSpeed:
         for number, value in enumerate(losses, 1):
             if not math.isfinite(value):
                 raise FloatingPointError(f"{plan.name}: the loss of step {number} is {value}")
-        return clock.seconds()
+        return [later.seconds_since(earlier) for earlier, later in itertools.pairwise(ticks)]
 
     run(1)
     first_step = time.perf_counter() - started

@@ -46,7 +46,7 @@ def _write(loaded: ModelFolder, target: Path, to: str) -> None:
     if to == "huggingface":
         huggingface.write(loaded.model, target, tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
     elif to == "state-spaces":
-        state_spaces.write(loaded.model, target, tokenizer=loaded.tokenizer)
+        state_spaces.write(loaded.model, target, tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
     else:
         with new_folder(target, CheckpointError) as beside:
             huggingface.contents(loaded.model, loaded.tokenizer, loaded.end_tokens).write_into(beside)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch's weights-only loader raises
@@ -24,7 +24,7 @@ from ..model import MambaLM
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
+TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPUTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -39,25 +39,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder: safetensors where there is one, else PyTorch's .bin through the weights-only loader."""
-    weights: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        weights.update(read_weight_file(path))
-    return weights
+    return {name: tensor for path in _weight_files(folder) for name, tensor in read_weight_file(path).items()}
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the same tensors, of which nothing else is read. Finds files that are missing or cut short."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in _weight_files(folder):
-        if path.suffix == ".safetensors":
-            try:
-                with open_weights(path) as file:
-                    shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from None
-        else:
-            shapes.update({name: tuple(tensor.shape) for name, tensor in read_weight_file(path).items()})
-    return shapes
+    """The shapes of the same tensors; weights are mapped, not read. Finds files that are missing or cut short."""
+    return {name: tuple(tensor.shape) for name, tensor in read_weights(folder).items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -66,12 +53,12 @@ def _weight_files(folder: Path) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            return _weight_shards(folder, read_json(index), index)
+            return _weight_shards(folder, index)
     raise CheckpointError(f"{folder} has no weights; need model.safetensors, pytorch_model.bin, or an index of either")
 
 
-def _weight_shards(folder: Path, index: dict[str, Any], path: Path) -> list[Path]:
-    names = index.get("weight_map")
+def _weight_shards(folder: Path, path: Path) -> list[Path]:
+    names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{path} has no weight_map")
     found = sorted({str(value) for value in names.values()})
@@ -83,8 +70,7 @@ def _weight_shards(folder: Path, index: dict[str, Any], path: Path) -> list[Path
 
 @contextlib.contextmanager
 def open_weights(path: Path) -> Iterator[Any]:
-    """A safetensors file, whose tensors are read one by one. The library takes no path that is not UTF-8; such a file
-    is handed to it by its number."""
+    """A safetensors file. The library takes no path that is not UTF-8; such a file is opened by its descriptor."""
     with contextlib.ExitStack() as stack:
         name = str(path)
         try:
@@ -102,9 +88,10 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than tensors and is not loaded: {error}") from None
-    except Exception as error:  # what the loader of .bin raises for damaged ones is anything
-        raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from None
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} is damaged, or holds more than tensors, and is not loaded: {why}") from None
+    except Exception as error:  # the loader of .bin raises errors of any kind for damaged files
+        raise CheckpointError(f"{path} cannot be read: {str(error) or type(error).__name__}") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} does not hold a plain set of named tensors")
     return weights
@@ -129,25 +116,29 @@ class Contents:
             files.write_json(folder / name, value)
 
 
+def tokenizer_files(tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> Contents:
+    """A tokenizer as transformers reads it, with the token that ends a text."""
+    if tokenizer is None:
+        return Contents({}, {}, {})
+    eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    return Contents({TOKENIZER_CONFIG: about}, {"tokenizer.json": tokenizer.to_str(pretty=True)}, {})
+
+
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """A safetensors file that transformers recognizes."""
     path.touch()
-    usual = path.stat().st_mode  # the library would keep the file from everybody else
+    usual = path.stat().st_mode  # the library would make it readable by its owner alone
     try:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"}
         )
-    except SafetensorError as error:  # which has the number of the disk's error in its text
+    except SafetensorError as error:  # its text has the number of the system's error
         found = re.search(r"os error (\d+)", str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
     path.chmod(usual)
-
-
-def tokenizer_text(tokenizer: Tokenizer) -> str:
-    """What the library's own `save` writes, which takes no path that is not UTF-8."""
-    return str(tokenizer.to_str(pretty=True))
 
 
 def build_model(
@@ -181,7 +172,7 @@ def check_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder
 
 
 def _empty_model(config: ModelConfig, weights: Mapping[str, object], folder: Path) -> MambaLM:
-    # Before anything is built: a config of a million layers must not cost more than a look.
+    # Checked before anything is built: a config may say a million layers.
     found = len({name.split(".")[2] for name in weights if name.startswith("backbone.layers.")})
     if found != config.num_layers:
         raise CheckpointError(f"config.json in {folder} says {config.num_layers} layers, but the weights have {found}")

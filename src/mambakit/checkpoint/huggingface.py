@@ -1,7 +1,7 @@
 """Models in Hugging Face's form: config.json and safetensors that transformers opens as they stand.
 
 Names differ from ours in one place: transformers says `backbone.embeddings` where state-spaces says
-`backbone.embedding`. Settings of ours that transformers has no word for travel in config.json under "mambakit".
+`backbone.embedding`. Settings that transformers does not have are in config.json under "mambakit".
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..config import ModelConfig
 from ..files import new_folder
 from ..model import MambaLM
-from .files import CheckpointError, Contents, build_model, read_json, read_weights, tokenizer_text
+from .files import CheckpointError, Contents, build_model, read_json, read_weights, tokenizer_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MODEL_TYPES = ("mamba", "mamba2", "falcon_mamba", "mambakit")
-ARCHITECTURES = {
+MODEL_TYPES = {  # with the class that transformers' config.json names
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "falcon_mamba": "FalconMambaForCausalLM",
@@ -38,17 +36,10 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
     return build_model(config, weights, folder, dtype)
 
 
-def write(
-    model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = (),
-    any_model: bool = False,
-) -> None:  # fmt: skip
-    """Write a folder that AutoModelForCausalLM.from_pretrained opens. `end_tokens` are those that end a text.
-
-    A model that transformers would miscompute is refused with the reason; with `any_model` it is written all the same,
-    as `model_type: mambakit`, which transformers refuses and mambakit reads.
-    """
+def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()) -> None:
+    """Write a folder that AutoModelForCausalLM.from_pretrained opens. Refuses what transformers would miscompute."""
     reason = why_transformers_cannot(model.config)
-    if reason is not None and not any_model:
+    if reason is not None:
         raise CheckpointError(f"this model cannot be written for transformers: {reason}")
     with new_folder(Path(folder), CheckpointError) as beside:
         contents(model, tokenizer, end_tokens).write_into(beside)
@@ -59,23 +50,17 @@ def contents(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[i
     config = config_to_huggingface(model.config)
     config["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None
     config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
-    json: dict[str, dict[str, Any]] = {"config.json": config}
-    text = {}
-    if tokenizer is not None:
-        text["tokenizer.json"] = tokenizer_text(tokenizer)
-        eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
-        json["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
-    return Contents(json, text, {"model.safetensors": _their_weights(model)})
+    tokenizing = tokenizer_files(tokenizer, end_tokens)
+    weights = {
+        name.replace("backbone.embedding.", "backbone.embeddings."): parameter.detach()
+        for name, parameter in model.named_parameters()
+    }
+    return Contents({"config.json": config, **tokenizing.json}, tokenizing.text, {"model.safetensors": weights})
 
 
 def our_name(name: str) -> str:
     """What transformers calls a parameter, as state-spaces and we call it."""
     return name.replace("backbone.embeddings.", "backbone.embedding.")
-
-
-def _their_weights(model: MambaLM) -> dict[str, Tensor]:
-    weights = {name.replace("backbone.embedding.", "backbone.embeddings."): p for name, p in model.named_parameters()}
-    return {name: tensor.detach() for name, tensor in weights.items()}
 
 
 def why_transformers_cannot(config: ModelConfig) -> str | None:
@@ -101,7 +86,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         model_type = "falcon_mamba" if config.bcdt_norm else "mamba"
     shared = {
         "model_type": model_type,
-        "architectures": [ARCHITECTURES[model_type]],
+        "architectures": [MODEL_TYPES[model_type]],
         "vocab_size": config.padded_vocab_size,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.num_layers,

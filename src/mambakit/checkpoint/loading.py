@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +12,7 @@ from ..config import ModelConfig
 from ..files import path_of
 from ..model import MambaLM
 from . import huggingface, native, state_spaces
-from .files import CheckpointError, read_json
+from .files import TOKENIZER_CONFIG, CheckpointError, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -39,20 +39,20 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
     tokenizer = _read_tokenizer(folder / "tokenizer.json")
     if is_of_run and not native.is_checkpoint(folder):
         raise CheckpointError(f"{folder} was deleted while it was read, perhaps by the run that goes on; try again")
-    return ModelFolder(model.eval(), tokenizer, _end_tokens(values.get("eos_token_id")))
+    eos = values.get("eos_token_id")  # absent, one token, or several
+    if eos is None and tokenizer is not None and (folder / TOKENIZER_CONFIG).is_file():  # as in state-spaces' form
+        name = read_json(folder / TOKENIZER_CONFIG).get("eos_token")
+        eos = tokenizer.token_to_id(name) if isinstance(name, str) else None
+    end_tokens = tuple(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
+    return ModelFolder(model.eval(), tokenizer, end_tokens)
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """What model a folder holds, without its weights."""
-    values = read_json(Path(path) / "config.json")
+def read_model_config(folder: Path) -> ModelConfig:
+    """The config of the model in a folder, without its weights."""
+    values = read_json(folder / "config.json")
     if state_spaces.is_state_spaces(values):
         return state_spaces.config_from_state_spaces(values)
     return huggingface.config_from_huggingface(values)
-
-
-def _end_tokens(eos: Any) -> tuple[int, ...]:
-    """eos_token_id of config.json: absent, one token, or several."""
-    return tuple(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
@@ -64,6 +64,6 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path} is not a tokenizer: {error}") from None
-    tokenizer.no_truncation()  # some files carry a length that a prompt would be cut or filled up to
+    tokenizer.no_truncation()  # some files set a length, to which prompts would be cut or padded
     tokenizer.no_padding()
     return tokenizer

@@ -7,12 +7,13 @@ and checksum of all others, so that a folder that was copied or damaged in part 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
@@ -41,7 +42,7 @@ def step_of(folder: Path) -> int:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """All checkpoints of a run, the newest first. What is still being written has another name."""
+    """All checkpoints of a run, the newest first. One that is being written has another name."""
     found = [path for path in (run / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -57,7 +58,7 @@ def snapshot(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[i
 
 
 def write(run: Path, step: int, files: Contents) -> Path:
-    """Save a checkpoint: whole, or not at all. One that is there already is replaced when the new one is whole."""
+    """Save a checkpoint, completely or not at all. An older one of this step is replaced once the new one is there."""
     folder = folder_of(run, step)
     new = _newer(folder) if folder.exists() else folder
     with new_folder(new, CheckpointError) as beside:
@@ -73,8 +74,8 @@ def _newer(folder: Path) -> Path:
 
 
 def _exchange(folder: Path) -> None:
-    """Put the newer one in place of a checkpoint, and take that away. Between the two renames there is none of this
-    name: whoever opens the run next completes what a kill there has left."""
+    """Replace a checkpoint by the newer one. A process that is killed between the two renames leaves none of this name;
+    `remove_abandoned` completes the exchange."""
     older = folder.with_name(f".{folder.name}.older")
     if folder.exists():
         folder.rename(older)
@@ -84,7 +85,7 @@ def _exchange(folder: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """The last file: what all others are."""
+    """The last file: size and checksum of all others."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != ".lock":
@@ -98,26 +99,18 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a folder is a run that has no checkpoint yet: its config.json is no model's."""
+    """Whether a folder is a run without a checkpoint: its config.json is not that of a model."""
     return (folder / "metrics.jsonl").is_file() and (folder / "lock").is_file() and not checkpoints(folder)
 
 
 def verify(folder: Path) -> Iterator[str]:
     """Read everything, and yield what is wrong with it, a line each."""
-    damaged = False
-    for problem in _verify_files(folder, lambda name: True, again=True):
-        damaged = True
-        yield problem
-    if not damaged:
-        yield from _verify_finite(folder)
+    yield from list(_verify_files(folder, model_only=False)) or _verify_finite(folder)
 
 
-def verify_model(folder: Path) -> Iterator[str]:
-    """What is wrong with the files of the model, `train/` left aside. Checksums are computed once, and remembered."""
-    return _verify_files(folder, lambda name: Path(name).parts[0] != "train", again=False)
-
-
-def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -> Iterator[str]:
+def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
+    """What is wrong with the files. With `model_only`, `train/` is left aside, and a checksum that was right is not
+    computed again."""
     try:
         manifest = read_json(folder / MANIFEST, CheckpointError)
     except CheckpointError as error:
@@ -131,32 +124,24 @@ def _verify_files(folder: Path, counts: Callable[[str], bool], *, again: bool) -
         yield f"{folder / MANIFEST} does not name the files of a model"
         return
     for name, expected in files.items():
-        path = folder / name
-        if (
-            not isinstance(expected, dict)
-            or not Path(name).parts
-            or Path(name).is_absolute()
-            or ".." in Path(name).parts
-        ):
+        path, parts = folder / name, Path(name).parts
+        if not isinstance(expected, dict) or not parts or Path(name).is_absolute() or ".." in parts:
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
-        elif counts(name):
+        elif not model_only or parts[0] != "train":
+            size, sha256 = expected.get("bytes"), str(expected.get("sha256"))
             try:
-                yield from _verify_file(path, expected, again)
+                if not path.is_file():
+                    yield f"{path} is missing"
+                elif path.stat().st_size != size:
+                    yield f"{path} has {path.stat().st_size} bytes; need {size}"
+                elif not is_intact(path, size, sha256, again=not model_only):
+                    yield f"{path} differs from what was written: its checksum is not the manifest's"
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror}"
 
 
-def _verify_file(path: Path, expected: Mapping[str, Any], again: bool) -> Iterator[str]:
-    if not path.is_file():
-        yield f"{path} is missing"
-    elif path.stat().st_size != expected.get("bytes"):
-        yield f"{path} has {path.stat().st_size} bytes; need {expected.get('bytes')}"
-    elif not is_intact(path, expected["bytes"], str(expected.get("sha256")), again=again):
-        yield f"{path} differs from what was written: its checksum is not the manifest's"
-
-
 def _verify_finite(folder: Path) -> Iterator[str]:
-    """Weights with NaN or infinity were written as they were, but are of no use."""
+    """Find weights with NaN or infinity, which are written like others, but cannot be used."""
     for path in sorted(folder.glob("model*.safetensors")):
         with open_weights(path) as file:
             bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
@@ -165,21 +150,8 @@ def _verify_finite(folder: Path) -> Iterator[str]:
             yield f"{path} holds weights that are not finite: {bad[0]}{more}"
 
 
-def newest_good(run: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint that verifies, and those newer ones that do not, with what is wrong with each."""
-    bad: dict[Path, list[str]] = {}
-    for folder in checkpoints(run):
-        problems = list(verify(folder))
-        if not problems:
-            return folder, bad
-        bad[folder] = problems
-    return None, bad
-
-
 def read_state(folder: Path) -> TrainingState:
     """What `write` saved in train/."""
-    if not folder.is_dir():
-        raise CheckpointError(f"the checkpoint {folder} does not exist")
     if not (folder / "train").is_dir():
         raise CheckpointError(f"{folder} holds a model, but no training to go on from; start with --init-from {folder}")
     try:
@@ -194,14 +166,11 @@ def read_state(folder: Path) -> TrainingState:
 
 
 def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
-    """Move checkpoints out of the way of those to come; nothing is deleted."""
+    """Move checkpoints into a folder of their own, where no run looks for them; nothing is deleted."""
     if not folders:
         return None
-    place = run / "set-aside"
-    number = 1
-    while (place / f"{number:03d}").exists():
-        number += 1
-    place = place / f"{number:03d}"
+    places = (run / "set-aside" / f"{number:03d}" for number in itertools.count(1))
+    place = next(place for place in places if not place.exists())
     place.mkdir(parents=True)
     for folder in folders:
         folder.rename(place / folder.name)
@@ -219,7 +188,7 @@ def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | N
 
 
 def remove_abandoned(run: Path) -> None:
-    """Take away what a killed process left half-written or half-deleted. Only for who holds the run's lock."""
+    """Remove what a killed process left half-written or half-deleted. The caller must hold the run's lock."""
     for newer in (run / "checkpoints").glob(".step_*.newer"):
         folder = newer.with_name(newer.name.removeprefix(".").removesuffix(".newer"))
         if not folder.exists() and is_checkpoint(newer):
@@ -236,8 +205,8 @@ def estimated_bytes(model: MambaLM) -> int:
 def find(path: Path, *, substitute: bool = True) -> Path:
     """The model folder that `path` stands for, verified: itself, or of a run its best checkpoint, else its newest.
 
-    Which checkpoint of a run is used is said. In place of a damaged one the newest good one is used, and that is said
-    too; without `substitute`, or where the damaged folder itself was named, it is an error.
+    A message says which checkpoint of a run is used. Where that is damaged, the newest good one is used instead;
+    without `substitute`, or where the damaged folder itself was named, it is an error.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")
@@ -245,7 +214,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
         if not (path / "config.json").exists() or is_begun(path):
             raise CheckpointError(_why_no_model(path))
         is_one = is_checkpoint(path) or path in checkpoints(path.parent.parent)
-        if is_one and (problems := list(verify_model(path))):
+        if is_one and (problems := list(_verify_files(path, model_only=True))):
             raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
         return path
     chosen: Path | None
@@ -253,15 +222,19 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     if not every:
         raise CheckpointError(f"the run {path} has no checkpoint yet")
     try:
-        chosen, why = _best_or_newest(path, every)
-        problems = list(verify_model(chosen))
+        if best := best_step(path):
+            chosen, why = folder_of(path, best[0]), f"the best checkpoint of {path} (validation loss {best[1]:.4f})"
+        else:
+            chosen, why = every[0], f"the newest checkpoint of {path}"
+        problems = list(_verify_files(chosen, model_only=True))
         damage = f"{chosen.name}, {why}, is damaged: {'; '.join(problems)}" if problems else ""
     except CheckpointError as error:
         chosen, damage = None, str(error)
     if not damage and chosen is not None:
         say(f"using {chosen.name}, {why}")
         return chosen
-    good = next((folder for folder in every if folder != chosen and not list(verify_model(folder))), None)
+    others = (folder for folder in every if folder != chosen)
+    good = next((folder for folder in others if not list(_verify_files(folder, model_only=True))), None)
     if good is None:
         raise CheckpointError(f"{damage}\nand {path} has no other checkpoint that is whole")
     if not substitute:
@@ -278,15 +251,6 @@ def _why_no_model(path: Path) -> str:
     if checkpoints(path.parent) and path.name == "checkpoints":
         return f"{path} holds all checkpoints of a run; give the run, {path.parent}, or one of them"
     return f"{path} holds no model: config.json does not exist there, and checkpoints, as a run has them, neither"
-
-
-def _best_or_newest(run: Path, every: Sequence[Path]) -> tuple[Path, str]:
-    """The checkpoint that stands for a run, and why it does."""
-    best = best_step(run)
-    if best is None:
-        return every[0], f"the newest checkpoint of {run}"
-    step, loss = best
-    return folder_of(run, step), f"the best checkpoint of {run} (validation loss {loss:.4f})"
 
 
 def best_step(run: Path) -> tuple[int, float] | None:

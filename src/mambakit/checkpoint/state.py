@@ -22,7 +22,7 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    next_row: int = 0  # of the data: the loader's whole state
+    next_row: int = 0  # of the data: the whole state of the loader
     looked_at: int = 0  # the last step whose evaluation and samples are done
     best_loss: float | None = None
     best_step: int | None = None
@@ -66,16 +66,13 @@ class TrainingState:
     ) -> TrainingState:
         """The state whose `tensors` and `values` these are."""
         numbers = {field.name: values[field.name] for field in dataclasses.fields(Progress) if field.name in values}
-        return cls(
-            Progress(**numbers), optimizer, _under("random", tensors), _carried(_under("carried", tensors)),
-            values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config,
-        )  # fmt: skip
+        parts = Progress(**numbers), optimizer, _part("random", tensors), _carried(_part("carried", tensors))
+        return cls(*parts, values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(f"{prefix}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")
-    }
+def _part(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one part, without its name in front."""
+    return {name.removeprefix(f"{part}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{part}/")}
 
 
 def _carried(tensors: Mapping[str, Tensor]) -> State | None:

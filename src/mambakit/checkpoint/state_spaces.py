@@ -6,6 +6,7 @@ mamba-ssm reads no safetensors, so this form alone is written as a .bin; ours ne
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from ..config import ConfigError, ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights, tokenizer_text
+from .files import CheckpointError, build_model, read_json, read_weights, tokenizer_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
 SHARED = {"d_state": "state_size", "d_conv": "conv_width", "expand": "expand", "bias": "bias", "conv_bias": "conv_bias"}
 MAMBA1 = {"dt_rank": "dt_rank"}
 MAMBA2 = {"headdim": "head_dim", "ngroups": "num_groups", "dt_limit": "dt_limit", "chunk_size": "chunk_size"}
-# Keys that steer initialization or speed, and so nothing in a trained model.
-WITHOUT_EFFECT = {
-    "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path", "A_init_range", "conv_init",
-    "use_mem_eff_path", "layer",
-}  # fmt: skip
+# Keys that change nothing in a trained model: they steer initialization or speed; `layer` is the kind, read first.
+INITIALIZATION = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init"}
+WITHOUT_EFFECT = INITIALIZATION | {"use_fast_path", "use_mem_eff_path", "layer"}
 # Keys whose one value we compute.
 FIXED = {"D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False, "d_ssm": None}
 
@@ -42,15 +41,14 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
     return build_model(config, read_weights(folder), folder, dtype)
 
 
-def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None) -> None:
+def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()) -> None:
     """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens, with the tokenizer beside it."""
     config = config_to_state_spaces(model.config)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with new_folder(Path(folder), CheckpointError) as beside:
         write_json(beside / "config.json", config)
         torch.save(weights, beside / "pytorch_model.bin")
-        if tokenizer is not None:
-            (beside / "tokenizer.json").write_bytes(tokenizer_text(tokenizer).encode())
+        tokenizer_files(tokenizer, end_tokens).write_into(beside)
 
 
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:
@@ -69,7 +67,7 @@ def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:
     if mamba2:
         layer["layer"] = "Mamba2"
         if config.dt_limit == (0.0, math.inf):
-            layer.pop("dt_limit")  # its default, and not to be said in JSON
+            layer.pop("dt_limit")  # its default; JSON has no infinity
         if config.chunk_size is None:
             layer.pop("chunk_size")
     return {

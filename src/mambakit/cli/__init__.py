@@ -1,4 +1,4 @@
-"""The command line: which command was asked for, and how it ended."""
+"""The command line: finds the command, runs it, and turns errors into messages and an exit status."""
 
 from __future__ import annotations
 
@@ -14,24 +14,15 @@ import tyro
 from .. import __version__
 from ..files import RunError, UserError, is_full
 from ..progress import say
-from . import commands
+from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
 from .output import print_line
 
-# By what a person types: of one word, or of two.
-COMMANDS: dict[str, Callable[..., int]] = {
-    command.__name__.replace("_", " "): command
-    for command in (
-        commands.prepare,
-        commands.train,
-        commands.evaluate,
-        commands.generate,
-        commands.convert,
-        commands.report,
-        commands.verify,
-        commands.bench_ops,
-        commands.bench_train,
-    )
-}
+FUNCTIONS = (prepare, train, evaluate, generate, convert, report, verify, bench_ops, bench_train)
+# By what a person types: one word or two.
+COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
+# Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
+PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline")
+NAMED = (*PATHS, "--model", "--recipe", "--tokenizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # a person has closed it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # text that the terminal has no letters for is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show is no reason to fail
             stream.reconfigure(errors="replace")
     if arguments == ["--version"]:
         print_line(f"mambakit {__version__}")
@@ -51,23 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line(_overview(group))
         return 0 if asked else 2
     try:
-        name, rest = _find_command(arguments)
+        name, rest = _find_command(arguments, 2 if group else 1)
         _check_given(name, rest)
-        command = COMMANDS[name]
-        status: int = tyro.cli(
-            command,
-            args=rest,
-            prog=f"mambakit {name}",
-            description=inspect.getdoc(command),
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-        return status
-    except UserError as error:
+        description = (inspect.getdoc(COMMANDS[name]) or "").partition("\n\nArgs:")[0]
+        config = (tyro.conf.FlagCreatePairsOff,)
+        return tyro.cli(COMMANDS[name], args=rest, prog=f"mambakit {name}", description=description, config=config)
+    except (UserError, RunError) as error:
         say(f"mambakit: {error}")
-        return 2
-    except RunError as error:
-        say(f"mambakit: {error}")
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -86,20 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-# What takes a path or a name, which is never empty: an unset variable of a shell would mean the current folder.
-NAMED = (
-    "--out",
-    "--data",
-    "--init-from",
-    "--resume",
-    "--write-config",
-    "--baseline",
-    "--model",
-    "--recipe",
-    "--tokenizer",
-)
-
-
 def _check_given(name: str, words: Sequence[str]) -> None:
     for number, word in enumerate(words):
         before = words[number - 1] if number else ""
@@ -109,33 +77,30 @@ def _check_given(name: str, words: Sequence[str]) -> None:
 
 
 def _group(arguments: list[str]) -> str:
-    """The first word and a space, where it is the first of two that make a command; else nothing."""
+    """The first word and a space where commands of two words begin with it, else nothing."""
     first = f"{arguments[0]} " if arguments else ""
-    return first if first in {f"{name.split()[0]} " for name in COMMANDS if " " in name} else ""
+    return first if first and any(name.startswith(first) for name in COMMANDS) else ""
 
 
-def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
+def _find_command(arguments: list[str], num_words: int) -> tuple[str, list[str]]:
     """The name of the command, and what follows it."""
-    for num_words in (2, 1):
-        name = " ".join(arguments[:num_words])
-        if name in COMMANDS:
-            return name, arguments[num_words:]
-    typed = " ".join(arguments[: 2 if _group(arguments) else 1])
-    near = difflib.get_close_matches(typed, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-    raise UserError(f"there is no command {typed!r}; {hint}")
+    name = " ".join(arguments[:num_words])
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"there is no command {name!r}; {hint}")
+    return name, arguments[num_words:]
 
 
-def _overview(group: str = "") -> str:
-    """What there is: all commands, or those that begin with a word."""
-    lines = [
+def _overview(group: str) -> str:
+    """All commands, or those that begin with a word."""
+    title = "" if group else "Train Mamba language models: text in, a trained, tested, shareable model out.\n\n"
+    lines = "\n".join(
         f"  {name:<13}{(inspect.getdoc(command) or '').splitlines()[0]}"
         for name, command in COMMANDS.items()
         if name.startswith(group)
-    ]
-    return "\n".join([
-        f"usage: mambakit {group}COMMAND [OPTIONS]", "",
-        *([] if group else ["Train Mamba language models: text in, a trained, tested, shareable model out.", ""]),
-        *lines, "",
-        f"mambakit {group}COMMAND --help explains a command, with examples; mambakit --version says which this is.",
-    ])  # fmt: skip
+    )
+    return (
+        f"usage: mambakit {group}COMMAND [OPTIONS]\n\n{title}{lines}\n\n"
+        f"mambakit {group}COMMAND --help explains a command, with examples; mambakit --version says which this is."
+    )

@@ -15,18 +15,8 @@ from tyro.conf import Positional, UseAppendAction, arg
 from ..config import ConfigError, PrepareConfig, read_config, write_yaml
 from ..files import UserError, path_of
 from ..progress import say
-from .flags import (
-    Device,
-    Json,
-    PrepareFlags,
-    Separator,
-    SettingsFlags,
-    TextColumn,
-    Words,
-    flat,
-    typed_section,
-    typed_settings,
-)
+from . import flags
+from .flags import Checkpoint, Device, Json, PrepareFlags, Separator, SettingsFlags, TextColumn, Words, flag
 from .output import print_json, print_line, write
 
 if TYPE_CHECKING:
@@ -34,34 +24,49 @@ if TYPE_CHECKING:
     from ..data.shards import Index
     from ..evaluation import Evaluation
 
+# tyro keeps the line breaks of a docstring, so the longest help texts are here.
+PART_HELP = (
+    "do part I (from 0) of N alone, on one of several machines that share a disk; "
+    "the same command without it puts them together"
+)
+SHAPE_HELP = (
+    "sizes by letter, may be given again for more: B batch, L length, D channels, N states, W taps, H heads, "
+    "P channels of a head, G groups, V vocabulary; a letter left out is as it is by default"
+)
+
 
 def prepare(
-    source: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE", help="files and folders of documents, and datasets (hf:NAME)", help_behavior_hint="")],
+    source: Annotated[Positional[tuple[str, ...]], flag(metavar="SOURCE")],
     /,
     out: Annotated[str, arg(metavar="DIR", help="the folder of shards to make")],
     options: Annotated[PrepareFlags, arg(name="")] = {"strict": False},  # noqa: B006 - never changed
-    task: Annotated[str | None, arg(metavar="I/N", help="do part I (from 0) of N alone, on one of several machines that share a disk; the same command without it puts them together", help_behavior_hint="")] = None,
-    sbatch: Annotated[int | None, arg(metavar="N", help="write a script that does the work as N jobs of a Slurm array, and what puts them together after it", help_behavior_hint="")] = None,
-    ray: Annotated[str | None, arg(metavar="ADDRESS", help="do the work on a Ray cluster that shares a disk with this machine; local starts one here", help_behavior_hint="")] = None,
+    task: Annotated[str | None, flag(PART_HELP, "I/N")] = None,
+    sbatch: Annotated[int | None, flag(metavar="N")] = None,
+    ray: Annotated[str | None, flag(metavar="ADDRESS")] = None,
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Turn documents into shards: tokens on disk that training reads.
 
-    Reads text in any encoding, source code, Markdown, HTML, XML, PDF, Word, EPUB, notebooks, JSON, JSON Lines, CSV, Parquet
-    and Arrow, and archives of them. A file is a document; where it holds records, each of them is one. What cannot be
-    read is skipped, counted, and listed with its reason in prepare.json. Killed, it goes on where it was.
+    Reads text in any encoding, source code, Markdown, HTML, XML, PDF, Word, EPUB, notebooks, JSON, JSON Lines, CSV,
+    Parquet and Arrow, and archives of them. A file is a document; where it holds records, each of them is one. What
+    cannot be read is skipped, counted, and listed with its reason in prepare.json. Killed, it goes on where it was.
 
     For example:
       mambakit prepare notes/ --out shards
       mambakit prepare book.txt letters/ --out shards --tokenizer bytes
       mambakit prepare wiki.jsonl.xz --out shards --text-column '{title}\\n\\n{text}' --tokenizer train:16384
+
+    Args:
+      source: files and folders of documents, and datasets (hf:NAME)
+      sbatch: write a script that does the work as N jobs of a Slurm array, and what puts them together after it
+      ray: do the work on a Ray cluster that shares a disk with this machine; local starts one here
     """
     from ..data.prepare import prepare as run
     from ..data.prepare import prepare_part
 
     if not out:
         raise UserError("--out is empty; name the folder of shards to make")
-    given = typed_section(options, PrepareConfig.model_fields)
+    given = flags.typed_section(options, PrepareConfig.model_fields)
     config = PrepareConfig(**{**given, "text_column": _with_newlines(given.get("text_column"))})
     if task is not None:
         part, parts = _part(task)
@@ -112,19 +117,18 @@ def _part(task: str) -> tuple[int, int]:
 
 
 def train(
-    config: Annotated[Positional[Path | None], arg(metavar="[CONFIG.yaml|.json]", help="settings from a file; flags win over it", help_behavior_hint="")] = None,
+    config: Annotated[Positional[Path | None], flag(metavar="[CONFIG.yaml|.json]")] = None,
     /,
-    *,
-    data: Annotated[Words, UseAppendAction, arg(metavar="PATH", help="a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once", help_behavior_hint="")] = (),
-    model: Annotated[str | None, arg(metavar="PRESET", help="a model by name, such as tiny, small or mamba2-130m", help_behavior_hint="")] = None,
-    recipe: Annotated[str | None, arg(metavar="NAME", help="default, fast, careful, laptop, or paper-130m … paper-1.4b", help_behavior_hint="")] = None,
-    out: Annotated[Path | None, arg(metavar="RUN", help="the run folder; runs/DATE_TIME unless set", help_behavior_hint="")] = None,
-    resume: Annotated[tuple[str, ...] | None, arg(metavar="[CHECKPOINT]", help="go on from the newest good checkpoint of RUN, or from the one named; starts where there is none yet", help_behavior_hint="")] = None,
-    init_from: Annotated[Path | None, arg(metavar="CHECKPOINT", help="start with the weights of another model or run", help_behavior_hint="")] = None,
-    write_config: Annotated[Path | None, arg(metavar="FILE", help="write the resolved config, and stop", help_behavior_hint="")] = None,
+    data: Annotated[Words, UseAppendAction, flag(metavar="PATH")] = (),
+    model: Annotated[str | None, flag("a model by name, such as tiny, small or mamba2-130m", "PRESET")] = None,
+    recipe: Annotated[str | None, flag("default, fast, careful, laptop, or paper-130m … paper-1.4b", "NAME")] = None,
+    out: Annotated[Path | None, flag("the run folder; runs/DATE_TIME unless set", "RUN")] = None,
+    resume: Annotated[tuple[str, ...] | None, flag(metavar="[CHECKPOINT]")] = None,
+    init_from: Annotated[Path | None, flag("start with the weights of another model or run", "CHECKPOINT")] = None,
+    write_config: Annotated[Path | None, flag("write the resolved config, and stop", "FILE")] = None,
     json: Json = False,
     settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
-) -> int:  # fmt: skip
+) -> int:
     """Train a model: text or shards in, a run folder with checkpoints and metrics out.
 
     Ctrl-C saves and says how to go on. A run that goes on from a checkpoint reaches the same bits as one that was not
@@ -137,48 +141,36 @@ def train(
       mambakit train --resume --out run --train.steps 4000
       mambakit train --data shards --out tuned --init-from run --optim.lr 1e-4
       mambakit train --data shards --model mamba-130m --recipe paper-130m --write-config run.yaml
+
+    Args:
+      config: settings from a file; flags win over it
+      data: a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once
+      resume: go on from the newest good checkpoint of RUN, or from the one named; starts where there is none yet
     """
     # A flag that takes several words takes the config too, if that comes last.
     if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
         config, resume = Path(resume[-1]), resume[:-1]
-    sources = flat(data)
+    sources = flags.flat(data)
     if len(sources) > 1 and config is None and Path(sources[-1]).suffix in (".yaml", ".yml"):
         config = Path(sources.pop())
+    named: dict[str, Any] = {"recipe": recipe} if recipe is not None else {}
+    named |= {"model": {"preset": model}} if model else {}
+    named |= {"data": {"path": sources}} if sources else {}
     file = read_config(path_of(config)) if config is not None else {}
-    named = {
-        "recipe": recipe,
-        "model": {"preset": model} if model else None,
-        "data": {"path": sources} if sources else None,
-    }
-    layers: list[Mapping[str, Any]] = [
-        file,
-        {key: value for key, value in named.items() if value is not None},
-        typed_settings(settings),
-    ]
+    layers: list[Mapping[str, Any]] = [file, named, flags.typed_settings(settings)]
     if resume is not None and (len(resume) > 1 or "" in resume):
         raise ConfigError(f"--resume takes one checkpoint, not {len(resume)}: {' '.join(resume)!r}")
-    from ..training.run import resolved, train_layers
-    from ..training.stopping import STOPPED_AFTER_SAVING
-
     if write_config is not None:
         if resume is not None:
             raise ConfigError("--write-config writes the config of a new run; leave out --resume")
-        if write_config.exists():
-            raise ConfigError(f"{write_config} exists; choose another name, or remove it first")
-        write_config.write_text(write_yaml(resolved(layers, init_from)), encoding="utf-8")
-        more = {"--init-from": init_from, "--out": out}
-        flags = "".join(f" {flag} {shlex.quote(str(path))}" for flag, path in more.items() if path is not None)
-        say(f"written to {write_config}; train with\n  mambakit train {shlex.quote(str(write_config))}{flags}")
-        return 0
+        return _write_config(write_config, layers, init_from, out)
+    from ..training.run import train_layers
+    from ..training.stopping import STOPPED_AFTER_SAVING
 
-    result = train_layers(
-        layers, out=out, resume=(resume or [True])[0] if resume is not None else False, init_from=init_from
-    )
+    result = train_layers(layers, out=out, resume=resume is not None and (resume or (True,))[0], init_from=init_from)
     if json:
-        print_json({
-            "run": str(result.folder), "step": result.step, "total_steps": result.total_steps,
-            "best_loss": result.best_loss, "stopped_by": result.stopped_by, "checkpoint": str(result.checkpoint),
-        })  # fmt: skip
+        reached = {name: getattr(result, name) for name in ("step", "total_steps", "best_loss", "stopped_by")}
+        print_json({"run": str(result.folder), **reached, "checkpoint": str(result.checkpoint)})
     if result.stopped_by is not None:
         return STOPPED_AFTER_SAVING
     place = shlex.quote(str(result.folder))
@@ -186,21 +178,33 @@ def train(
     return 0
 
 
+def _write_config(target: Path, layers: list[Mapping[str, Any]], init_from: Path | None, out: Path | None) -> int:
+    from ..training.run import resolved
+
+    if target.exists():
+        raise ConfigError(f"{target} exists; choose another name, or remove it first")
+    target.write_text(write_yaml(resolved(layers, init_from)), encoding="utf-8")
+    more = {"--init-from": init_from, "--out": out}
+    given = "".join(f" {flag} {shlex.quote(str(path))}" for flag, path in more.items() if path is not None)
+    say(f"written to {target}; train with\n  mambakit train {shlex.quote(str(target))}{given}")
+    return 0
+
+
 def evaluate(
-    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
+    checkpoint: Checkpoint,
     /,
-    data: Annotated[Words, UseAppendAction, arg(metavar="PATH", help="a folder of shards, files and folders of text, or files of tokens (.bin, .npy)", help_behavior_hint="")],
+    data: Annotated[Words, UseAppendAction, flag(metavar="PATH")],
     split: Annotated[Literal["val", "train"], arg(help="of a folder of shards")] = "val",
-    window: Annotated[int | None, arg(metavar="INT", help="also with documents cut to this many tokens of context", help_behavior_hint="")] = None,
-    baseline: Annotated[Words, UseAppendAction, arg(metavar="MODEL", help="put beside it, on the same bytes: gzip, a model folder, a Hugging Face name", help_behavior_hint="")] = (),
+    window: Annotated[int | None, flag("also with documents cut to this many tokens of context", "INT")] = None,
+    baseline: Annotated[Words, UseAppendAction, flag(metavar="MODEL")] = (),
     samples: Annotated[int, arg(help="texts to write from the beginnings of documents")] = 0,
-    max_tokens: Annotated[int | None, arg(metavar="INT", help="evaluate on about so many tokens: whole documents at even distances, until there are enough", help_behavior_hint="")] = None,
+    max_tokens: Annotated[int | None, flag(metavar="INT")] = None,
     batch_rows: Annotated[int, arg(help="documents read side by side")] = 8,
     text_column: TextColumn = None,
     separator: Separator = None,
     device: Device = "auto",
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Measure how well a model predicts a text: loss, perplexity per token and word, bits per byte.
 
     Documents are read whole, with the state carried through them. The result is kept in the run for its report.
@@ -209,14 +213,17 @@ def evaluate(
       mambakit evaluate run --data shards
       mambakit evaluate run --data shards --baseline gzip --samples 2
       mambakit evaluate run --data letters/ --window 512 --json
+
+    Args:
+      data: a folder of shards, files and folders of text, or files of tokens (.bin, .npy)
+      baseline: put beside it, on the same bytes: gzip, a model folder, a Hugging Face name
+      max_tokens: evaluate on so many tokens: documents at even distances, of which the last may be cut
     """
     from ..evaluation import evaluate as run
 
-    found = run(
-        checkpoint, flat(data), split=split, window=window, baselines=flat(baseline), samples=samples,
-        max_tokens=max_tokens, batch_rows=batch_rows, text_column=_with_newlines(text_column), separator=separator,
-        device=device,
-    )  # fmt: skip
+    text: dict[str, Any] = {"text_column": _with_newlines(text_column), "separator": separator, "split": split}
+    extent: dict[str, Any] = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows}
+    found = run(checkpoint, flags.flat(data), baselines=flags.flat(baseline), device=device, **text, **extent)
     if json:
         print_json(found.to_json())
     else:
@@ -249,50 +256,54 @@ def _print_evaluation(found: Evaluation) -> None:
 
 
 def generate(
-    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken")],
+    checkpoint: Checkpoint,
     /,
-    prompt: Annotated[Words, UseAppendAction, arg(metavar="TEXT", help="what to go on from; several are done together", help_behavior_hint="")],
+    prompt: Annotated[Words, UseAppendAction, flag("what to go on from; several are done together", "TEXT")],
     max_new_tokens: Annotated[int, arg(help="longest continuation")] = 100,
     temperature: Annotated[float, arg(help="0 takes the likeliest token; lower is safer, higher is freer")] = 1.0,
-    top_k: Annotated[int | None, arg(metavar="INT", help="choose among the k likeliest tokens", help_behavior_hint="")] = None,
-    top_p: Annotated[float | None, arg(metavar="FLOAT", help="choose among the fewest tokens of this probability together", help_behavior_hint="")] = None,
-    min_p: Annotated[float | None, arg(metavar="FLOAT", help="leave out tokens of less than this share of the likeliest's probability", help_behavior_hint="")] = None,
+    top_k: Annotated[int | None, flag("choose among the k likeliest tokens", "INT")] = None,
+    top_p: Annotated[float | None, flag("choose among the fewest tokens of this probability together", "FLOAT")] = None,
+    min_p: Annotated[float | None, flag(metavar="FLOAT")] = None,
     repetition_penalty: Annotated[float, arg(help="above 1 makes tokens that were there rarer")] = 1.0,
-    stop: Annotated[Words, UseAppendAction, arg(metavar="TEXT", help="end before this text", help_behavior_hint="")] = (),
-    seed: Annotated[int | None, arg(metavar="INT", help="the same seed gives the same text", help_behavior_hint="")] = None,
-    stream: Annotated[bool, arg(help="print the text as it comes", help_behavior_hint="")] = False,
+    stop: Annotated[Words, UseAppendAction, flag("end before this text", "TEXT")] = (),
+    seed: Annotated[int | None, flag("the same seed gives the same text", "INT")] = None,
+    stream: Annotated[bool, flag("print the text as it comes")] = False,
     device: Device = "auto",
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Write on from a prompt.
 
     For example:
       mambakit generate run --prompt "def "
       mambakit generate run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stream
       mambakit generate run --prompt "Dear" "Yours" --max-new-tokens 20 --stop "." --json
+
+    Args:
+      min_p: leave out tokens of less than this share of the likeliest's probability
     """
     from ..device import choose_device
     from ..loaded import load
     from ..progress import bold, for_stdout, rule
 
-    prompts = flat(prompt)
+    prompts = flags.flat(prompt)
     if not prompts:
         raise ConfigError("there is nothing to go on from; give a text with --prompt")
     if stream and (json or len(prompts) > 1):
         raise ConfigError("--stream prints one text as it comes; leave out --json, and give one --prompt")
     loaded = load(checkpoint)
     loaded.model.to(choose_device(device))
-    options = {
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "stop_strings": flat(stop), "seed": seed,
-    }  # fmt: skip
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    options |= {
+        "max_new_tokens": max_new_tokens,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": flags.flat(stop),
+    }
     if stream:
         pieces = loaded.stream(prompts[0], **options)
         first = next(pieces, "")  # a mistake is told before anything is printed
-        sys.stdout.write(bold(prompts[0]))
+        write(bold(prompts[0]))
         for piece in itertools.chain([first], pieces):
-            sys.stdout.write(for_stdout(piece))
-            sys.stdout.flush()
+            write(for_stdout(piece))
         print_line("")
         return 0
     texts = loaded.generate(prompts, **options)
@@ -327,28 +338,24 @@ def convert(
 
 
 def report(
-    run: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help="run folders; several are drawn together", help_behavior_hint="")],
+    run: Annotated[Positional[tuple[Path, ...]], flag("run folders; several are drawn together", "RUN")],
     /,
-    out: Annotated[Path | None, arg(metavar="FILE", help="the page to write; RUN/report.html of the first run unless set", help_behavior_hint="")] = None,
-) -> int:  # fmt: skip
+    out: Annotated[Path | None, flag("the page to write; RUN/report.html of the first run unless set", "FILE")] = None,
+) -> int:
     """Draw a run, or several together, as one HTML page that needs nothing else.
 
     For example:
       mambakit report run
       mambakit report run tuned --out both.html
     """
-    from ..progress import for_stdout
     from ..reporting import report as draw
 
-    print_line(for_stdout(f"written to {draw(run, out)}"))
+    print_line(f"written to {draw(run, out)}")
     return 0
 
 
 def verify(
-    path: Annotated[
-        Positional[tuple[Path, ...]],
-        arg(metavar="PATH", help="shard folders, checkpoints, runs and model folders", help_behavior_hint=""),
-    ],
+    path: Annotated[Positional[tuple[Path, ...]], flag("shard folders, checkpoints, runs and model folders", "PATH")],
     /,
     json: Json = False,
 ) -> int:
@@ -360,6 +367,7 @@ def verify(
       mambakit verify shards
       mambakit verify run run/checkpoints/step_00000100 --json
     """
+    from ..verify import has_checksums
     from ..verify import verify as run
 
     if not path:
@@ -374,25 +382,23 @@ def verify(
         print_json(problems)
     else:
         for name, found in problems.items():
-            print_line(
-                f"{name}: {'good' if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}"
-            )
+            good = "good" if has_checksums(Path(name)) else "it opens, and its weights are finite; it has no checksums"
+            print_line(f"{name}: {good if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}")
             for problem in found:
                 print_line(f"  {problem}")
     return 2 if any(problems.values()) else 0
 
 
 def bench_ops(
-    name: Annotated[Positional[tuple[str, ...]], arg(metavar="[NAME ...]", help="selective_scan, causal_conv1d, rms_norm, linear_cross_entropy or ssd; all of them unless named", help_behavior_hint="")] = (),
+    name: Annotated[Positional[tuple[str, ...]], flag(metavar="[NAME ...]")] = (),
     /,
-    *,
-    shape: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="B32,L2048,…", help="sizes by letter, may be given again for more: B batch, L length, D channels, N states, W taps, H heads, P channels of a head, G groups, V vocabulary; a letter left out is as it is by default", help_behavior_hint="")] = (),
-    dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], arg(help="of activations, as under autocast; parameters are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU")] = "auto",
-    documents: Annotated[int | None, arg(metavar="INT", help="documents in each row, for the operators that keep them apart; rows are whole unless set", help_behavior_hint="")] = None,
+    shape: Annotated[tuple[str, ...], UseAppendAction, flag(SHAPE_HELP, "B32,L2048,…")] = (),
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
+    documents: Annotated[int | None, flag(metavar="INT")] = None,
     seconds: Annotated[float, arg(help="time for each measurement")] = 0.5,
     device: Device = "auto",
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Time the operators by themselves, forward and backward, beside other implementations that are installed.
 
     GB/s counts every input and output once, and "of copy" is that as a share of how fast the device copies memory: what
@@ -403,30 +409,33 @@ def bench_ops(
       mambakit bench ops rms_norm --seconds 0.1
       mambakit bench ops selective_scan ssd --shape B2,L256 --shape B1,L1024 --documents 4 --seconds 0.1
       mambakit bench ops causal_conv1d --shape B2,L512,D64,W4 --dtype bf16 --seconds 0.1 --json
+
+    Args:
+      name: selective_scan, causal_conv1d, rms_norm, linear_cross_entropy or ssd; all of them unless named
+      dtype: of activations, as under autocast; parameters are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU
+      documents: documents in each row, for the operators that keep them apart; rows are whole unless set
     """
     from ..bench import measure_ops
 
-    return _print_parts(
-        measure_ops(name, shapes=shape, device=device, dtype=dtype, documents=documents, seconds=seconds), json
-    )
+    parts = measure_ops(name, shapes=shape, device=device, dtype=dtype, documents=documents, seconds=seconds)
+    return _print_parts(parts, json)
 
 
 def bench_train(
-    *,
-    model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]", help="models by name, one after the other; may be given again")],
-    batch_rows: Annotated[int | None, arg(metavar="INT", help="rows of a step; unless set, 32 for 130m down to 4 for 2.8b on a CUDA GPU, 2 elsewhere", help_behavior_hint="")] = None,
-    length: Annotated[int | None, arg(metavar="INT", help="tokens of a row; unless set, 2048 on a CUDA GPU, 256 elsewhere", help_behavior_hint="")] = None,
+    model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]")],
+    batch_rows: Annotated[int | None, flag(metavar="INT")] = None,
+    length: Annotated[int | None, flag("tokens of a row; unless set, 2048 on a CUDA GPU, 256 elsewhere", "INT")] = None,
     steps: Annotated[int, arg(help="steps to time")] = 10,
     warmup_steps: Annotated[int, arg(help="steps before them, besides the first one of all")] = 3,
-    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], arg(help="of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU")] = "auto",
-    documents: Annotated[int | None, arg(metavar="INT", help="documents in each row; rows are whole unless set", help_behavior_hint="")] = None,
-    compile: Annotated[bool, arg(help="torch.compile the model", help_behavior_hint="")] = False,
-    cuda_graph: Annotated[bool, arg(help="do not capture the pass as a CUDA graph on a GPU; as train.cuda_graph false", help_behavior_hint="")] = True,
-    recompute: Annotated[Literal["auto", "none", "light", "mixer", "block"], arg(help="what backward computes once more rather than keep; as train.recompute")] = "auto",
-    peers: Annotated[bool, arg(help="also mamba_ssm's model of the same sizes, where it is installed", help_behavior_hint="")] = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    documents: Annotated[int | None, flag("documents in each row; rows are whole unless set", "INT")] = None,
+    compile: Annotated[bool, flag("torch.compile the model")] = False,
+    cuda_graph: Annotated[bool, flag()] = True,
+    recompute: Literal["auto", "none", "light", "mixer", "block"] = "auto",
+    peers: Annotated[bool, flag("also mamba_ssm's model of the same sizes, where it is installed")] = False,
     device: Device = "auto",
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Time whole training steps of a model on random tokens: forward, loss, backward, clipping, AdamW.
 
     MFU is the arithmetic of the model as a share of how fast the device multiplies large matrices, which is measured
@@ -435,17 +444,21 @@ def bench_train(
     For example:
       mambakit bench train --model tiny --steps 2
       mambakit bench train --model mamba-130m,mamba2-130m --length 128 --steps 2 --documents 4 --peers
+
+    Args:
+      model: models by name, one after the other; may be given again
+      batch_rows: rows of a step; unless set, 32 for 130m down to 4 for 2.8b on a CUDA GPU, 2 elsewhere
+      precision: of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU
+      cuda_graph: do not capture the pass as a CUDA graph on a GPU; as train.cuda_graph false
+      recompute: what backward computes once more rather than keep; as train.recompute
     """
     from ..bench import measure_training
 
     names = [name.strip() for text in model for name in text.split(",")]
-    return _print_parts(
-        measure_training(
-            names, batch_rows=batch_rows, length=length, steps=steps, warmup_steps=warmup_steps, precision=precision,
-            documents=documents, compiled=compile, cuda_graph=cuda_graph, recompute=recompute, peers=peers, device=device,
-        ),
-        json,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"batch_rows": batch_rows, "length": length, "documents": documents, "precision": precision}
+    sizes |= {"steps": steps, "warmup_steps": warmup_steps}
+    way: dict[str, Any] = {"compiled": compile, "cuda_graph": cuda_graph, "recompute": recompute, "device": device}
+    return _print_parts(measure_training(names, peers=peers, **sizes, **way), json)
 
 
 def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:

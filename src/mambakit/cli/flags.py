@@ -1,24 +1,30 @@
-"""Flags for settings, made of the fields that config declares; and what was typed, as settings."""
+"""Flags for settings, made from the fields of the config; and what was typed, as settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from ..config import SECTIONS, PrepareConfig, read_yaml
 from ..presets import MODELS
 
 
-def _flags() -> Any:
+def flag(help: str | None = None, metavar: str | None = None) -> Any:
+    """A flag without its default in the help. A help longer than a line stands in the docstring of the command."""
+    return arg(metavar=metavar, help=help, help_behavior_hint="")
+
+
+def _all_flags() -> Any:
     """A type with a flag --section.field for every setting; those that are not given are not in it."""
     sections = {}
     for section, settings in SECTIONS.items():
         by_preset = {name for preset in MODELS.values() for name in preset} if section == "model" else set()
-        flags = {name: _flag(field, name in by_preset) for name, field in settings.model_fields.items()}
+        flags = {name: _setting(field, name in by_preset) for name, field in settings.model_fields.items()}
         if section == "model":
             flags["preset"] = Annotated[str, arg(metavar="NAME", help="a model by name; the same as --model NAME")]
         sections[section] = TypedDict(f"{section.capitalize()}Flags", flags, total=False)  # type: ignore[operator]
@@ -27,15 +33,13 @@ def _flags() -> Any:
 
 def _prepare_flags() -> Any:
     """A type with a flag --field for every option of prepare; those that are not given are not in it."""
-    flags = {
-        name: _flag(field, is_switch=field.annotation is bool) for name, field in PrepareConfig.model_fields.items()
-    }
+    fields = PrepareConfig.model_fields
+    flags = {name: _setting(field, is_switch=field.annotation is bool) for name, field in fields.items()}
     return TypedDict("PrepareFlags", flags, total=False)  # type: ignore[operator]
 
 
-def _flag(field: FieldInfo, by_preset: bool = False, is_switch: bool = False) -> Any:
-    """A flag whose value is text here: the config reads it as YAML and checks it together with all the others. A switch
-    has no value."""
+def _setting(field: FieldInfo, by_preset: bool = False, is_switch: bool = False) -> Any:
+    """A flag whose value is text: the config reads it as YAML and checks it with all the others. A switch has none."""
     several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
     kind = bool if is_switch else tuple[str, ...] if several else str
     return Annotated[kind, _described(field, by_preset, None if is_switch else _metavar(field.annotation))]
@@ -98,11 +102,15 @@ if TYPE_CHECKING:
     SettingsFlags = Mapping[str, Mapping[str, Any]]
     PrepareFlags = Mapping[str, Any]
 else:
-    SettingsFlags = _flags()
+    SettingsFlags = _all_flags()
     PrepareFlags = _prepare_flags()
 # Words that may follow one another, and may follow the flag given again.
 Words = tuple[tuple[str, ...], ...]
-Json = Annotated[bool, arg(help="print the result as JSON, for programs", help_behavior_hint="")]
+Json = Annotated[bool, flag("print the result as JSON, for programs")]
+Checkpoint = Annotated[
+    Positional[Path],
+    arg(metavar="CHECKPOINT|RUN", help="a model folder, or a run, of which the best checkpoint is taken"),
+]
 TextColumn = Annotated[str | None, _described(PrepareConfig.model_fields["text_column"], False, "TEXT")]
 Separator = Annotated[str | None, _described(PrepareConfig.model_fields["separator"], False, "TEXT")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]

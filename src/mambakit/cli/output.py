@@ -11,7 +11,7 @@ from ..progress import for_stdout
 
 
 def print_line(text: str) -> None:
-    """Print a result; names in it are shown by a terminal, not obeyed."""
+    """Print a result, without control characters on a terminal."""
     write(for_stdout(text) + "\n")
 
 

@@ -4,38 +4,23 @@ from .base import ConfigError, Settings
 from .mixers import Mamba1Dims, Mamba2Dims
 from .model import UNKNOWN_VOCABULARY, ModelConfig
 from .reading import read_config, read_run_config, read_yaml, write_yaml
-from .resolving import merge, resolve
-from .sections import (
-    SECTIONS,
-    CheckpointConfig,
-    DataConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrepareConfig,
-    Recompute,
-    RunConfig,
-    TrackConfig,
-    TrainConfig,
-)
+from .resolving import resolve
+from .sections import SECTIONS, DataConfig, OptimConfig, PrepareConfig, Recompute, RunConfig, TrainConfig
 
 __all__ = [
     "SECTIONS",
     "UNKNOWN_VOCABULARY",
-    "CheckpointConfig",
     "ConfigError",
     "DataConfig",
     "Mamba1Dims",
     "Mamba2Dims",
     "ModelConfig",
     "OptimConfig",
-    "ParallelConfig",
     "PrepareConfig",
     "Recompute",
     "RunConfig",
     "Settings",
-    "TrackConfig",
     "TrainConfig",
-    "merge",
     "read_config",
     "read_run_config",
     "read_yaml",

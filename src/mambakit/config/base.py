@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ..files import UserError
 
@@ -31,6 +31,16 @@ class Settings(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(*_explain(error, type(self))) from None
+
+    def problems(self) -> Iterator[str]:
+        """Settings that are right one by one, but do not fit together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        if problems := list(self.problems()):
+            raise ValueError("\n".join(problems))
+        return self
 
 
 def _explain(error: ValidationError, section: type[BaseModel]) -> Iterator[str]:

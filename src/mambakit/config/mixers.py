@@ -1,7 +1,7 @@
 """The kinds of mixers: for each its sizes, and what follows from them: parameters, arithmetic, memory, refusals.
 
-A new kind of layer has a class here and its module in model/. Only the file formats in checkpoint/ and the peers of
-bench/ ask for the kind besides. Imports no torch.
+A new kind of layer has a class here and its module in model/. Elsewhere only the file formats in checkpoint/ and the
+peers of bench/ depend on the kind. Imports no torch.
 """
 
 from __future__ import annotations

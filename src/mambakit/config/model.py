@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, Field, model_validator
@@ -11,7 +12,7 @@ from .. import presets
 from .base import Settings, by_name
 from .mixers import MIXERS, Mamba1Dims, Mamba2Dims
 
-UNKNOWN_VOCABULARY = 1  # stands for that of a tokenizer not seen yet; no language has one word
+UNKNOWN_VOCABULARY = 1  # the size of a vocabulary that is not known yet; no tokenizer has one token
 
 
 class ModelConfig(Settings):
@@ -68,26 +69,19 @@ class ModelConfig(Settings):
         if not isinstance(values, dict):
             return values
         limit = values.get("dt_limit")
-        dims = MIXERS.get(str(values.get("kind")), Mamba1Dims)  # what is no kind is told by its field
+        dims = MIXERS.get(str(values.get("kind")), Mamba1Dims)  # a wrong kind is reported by its field
         values = {**values, **dims.fill(values)}
-        if isinstance(limit, (list, tuple)):  # JSON has no tuples, and no word for infinity
+        if isinstance(limit, (list, tuple)):  # JSON has no tuples and no infinity
             values["dt_limit"] = tuple(math.inf if bound in ("inf", "Infinity") else bound for bound in limit)
         return values
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ModelConfig:
-        if problems := [*self._foreign_settings(), *self.dims.problems()]:
-            raise ValueError("\n".join(problems))
-        return self
-
-    def _foreign_settings(self) -> list[str]:
-        """Settings of another kind that were given a value which would be ignored."""
-        return [
-            f"{name}={getattr(self, name)!r} is a setting of {other}, but kind={self.kind}; remove it, or change kind"
-            for other, dims in MIXERS.items()
-            for name in dims.own_settings
-            if other != self.kind and getattr(self, name) != type(self).model_fields[name].default
-        ]
+    def problems(self) -> Iterator[str]:
+        for kind, dims in MIXERS.items():
+            for name in dims.own_settings if kind != self.kind else ():
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:  # it would be ignored
+                    yield f"{name}={value!r} is a setting of {kind}, but kind={self.kind}; remove it, or change kind"
+        yield from self.dims.problems()
 
     @property
     def dims(self) -> Mamba1Dims | Mamba2Dims:

@@ -32,30 +32,27 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
-# Some settings that a run has always had in its config.json: without one of them, it is not whole.
+# Settings that have always been in the config.json of a run: without one of them, the file is damaged.
 REQUIRED_OF_A_RUN = {"model": ("kind", "d_model"), "data": ("path",), "optim": ("lr",), "train": ("batch_tokens",)}
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
-    """The settings of a run, which are whole."""
+    """The settings of a run, checked."""
     path = run / "config.json"
     stored = read_config(path)
     try:
-        whole = resolve(stored).to_json()
-        if absent := [
-            f"{section}.{name}"
-            for section, settings in whole.items()
-            for name in settings
-            if name in REQUIRED_OF_A_RUN.get(section, ()) and name not in (stored.get(section) or {})
-        ]:
-            raise ConfigError(f"{absent[0]} is missing")
+        resolve(stored)
+        for section, names in REQUIRED_OF_A_RUN.items():
+            for name in names:
+                if name not in (stored.get(section) or {}):
+                    raise ConfigError(f"{section}.{name} is missing")
     except ConfigError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
     return stored
 
 
 def read_yaml(text: str) -> Any:
-    """YAML's plain values; 3e-4 and 1e6 are numbers, as YAML 1.2 and people have it."""
+    """YAML's plain values; 3e-4 and 1e6 are numbers, as in YAML 1.2."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -71,7 +68,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """A decimal number; whole if it is written with an exponent and is: 1e6 tokens are a count."""
+    """A decimal number; an int if it has an exponent and is whole: 1e6 tokens are a count."""
     value = float(text)
     return int(value) if "e" in text.lower() and value.is_integer() and abs(value) < 2**53 else value
 

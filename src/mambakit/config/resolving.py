@@ -24,7 +24,7 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
     problems: list[str] = []
     for layer in ({"model": "small"}, *layers):
         given = _without_presets(layer, problems)
-        if _names_model(layer):  # a model by name takes the whole place of the one before
+        if _names_model(layer):  # a model by name replaces the one before completely
             values.pop("model", None)
         values = merge(values, given)
     model = values.get("model") or {}
@@ -43,7 +43,7 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
         except ConfigError as error:
             problems += [f"{name}.{problem}" for problem in error.problems]
             right = {key: value for key, value in given.items() if not _is_named(key, error.problems)}
-            with contextlib.suppress(ConfigError):  # what is right of it may still not fit the other sections
+            with contextlib.suppress(ConfigError):  # the correct ones may still not fit other sections
                 sections[name] = section(**right)
     problems += problems_between(sections)
     if problems:
@@ -62,7 +62,7 @@ def _names_model(layer: Mapping[str, Any]) -> bool:
 
 
 def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A layer with the presets it names put in place, under what it sets itself."""
+    """A layer with the presets that it names filled in; what it sets itself wins."""
     values = dict(layer)
     recipe = values.pop("recipe", None)
     if isinstance(values.get("model"), str):  # `model: NAME`
@@ -73,11 +73,8 @@ def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str,
     preset = model.pop("preset", None)
     try:
         if preset is not None:
-            known = {
-                name: value
-                for name, value in by_name("model preset", preset, presets.MODELS).items()
-                if name != "vocab_size"
-            }
+            known = dict(by_name("model preset", preset, presets.MODELS))
+            del known["vocab_size"]
             values["model"] = {**known, **model}
     except ConfigError as error:
         problems += error.problems
@@ -91,7 +88,7 @@ def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str,
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings, those of `over` winning. A run length replaces the other ways to say it."""
+    """Nested settings; those of `over` win. A length of the run replaces any other length."""
     merged = dict(base)
     for name, value in over.items():
         if value is None:  # a section without settings, as in a file with all its lines commented out

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from ..files import paths_of
 from .base import Settings
@@ -108,15 +108,13 @@ class DataConfig(Settings):
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
     )
 
-    @model_validator(mode="after")
-    def _mix_is_possible(self) -> DataConfig:
+    def problems(self) -> Iterator[str]:
         if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):
-            raise ValueError(f"mix={self.mix}: need weights of at least 0, and one above it")
-        if self.mix and self.temperature != 1:
-            raise ValueError("mix and data.temperature both say how sources are mixed; give one of them")
-        if (self.mix or self.temperature != 1) and self.carry_state:
-            raise ValueError("carry_state reads sources as they lie; it cannot be combined with a mix of them")
-        return self
+            yield f"mix={self.mix}: need weights of at least 0, and one above it"
+        elif self.mix and self.temperature != 1:
+            yield "mix and data.temperature both say how sources are mixed; give one of them"
+        elif (self.mix or self.temperature != 1) and self.carry_state:
+            yield "carry_state reads sources as they lie; it cannot be combined with a mix of them"
 
     @field_validator("path", mode="before")
     @classmethod
@@ -141,16 +139,11 @@ class OptimConfig(Settings):
     weight_decay: float = Field(0.1, ge=0, description="never on A_log, D, dt bias, norms and biases")
     clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null leaves it as it is")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> OptimConfig:
-        problems = []
+    def problems(self) -> Iterator[str]:
         if self.schedule != "constant" and self.min_lr > self.lr:
-            problems.append(f"min_lr={self.min_lr} is above lr={self.lr}; lower it, or raise lr")
+            yield f"min_lr={self.min_lr} is above lr={self.lr}; lower it, or raise lr"
         if self.schedule != "wsd" and self.decay_steps is not None:
-            problems.append(f"decay_steps is a setting of schedule=wsd, but schedule={self.schedule}; remove one")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+            yield f"decay_steps is a setting of schedule=wsd, but schedule={self.schedule}; remove one"
 
 
 # What backward computes once more rather than keep: nothing; norms and dt; all but in_proj's output and some sums of
@@ -201,22 +194,17 @@ class TrainConfig(Settings):
     def has_length(self) -> bool:
         return any(getattr(self, name) is not None for name in self.LENGTHS)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> TrainConfig:
-        problems = []
+    def problems(self) -> Iterator[str]:
         given = [name for name in self.LENGTHS if getattr(self, name) is not None]
         if len(given) > 1:
-            problems.append(f"{' and '.join(given)} both say how long the run is; keep one")
+            yield f"{' and '.join(given)} both say how long the run is; keep one"
         if self.early_stop is not None and self.eval_every == 0:
-            problems.append("early_stop needs evaluations, but eval_every=0; set it, or remove early_stop")
+            yield "early_stop needs evaluations, but eval_every=0; set it, or remove early_stop"
         if self.compile and self.recompute in ("light", "mixer"):
-            problems.append(
+            yield (
                 f"recompute={self.recompute} has no effect with compile=true, where torch decides what is kept; "
                 "use block, none or auto, or remove compile"
             )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
 
 
 class CheckpointConfig(Settings):
@@ -264,12 +252,8 @@ class RunConfig(Settings):
     track: TrackConfig = TrackConfig()
     parallel: ParallelConfig = ParallelConfig()
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
-        problems = list(problems_between({name: getattr(self, name) for name in SECTIONS}))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    def problems(self) -> Iterator[str]:
+        return problems_between({name: getattr(self, name) for name in SECTIONS})
 
     @property
     def batch_rows(self) -> int:
@@ -300,15 +284,7 @@ class RunConfig(Settings):
         return values
 
 
-SECTIONS: dict[str, type[Settings]] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "train": TrainConfig,
-    "checkpoint": CheckpointConfig,
-    "track": TrackConfig,
-    "parallel": ParallelConfig,
-}
+SECTIONS = {name: cast("type[Settings]", field.annotation) for name, field in RunConfig.model_fields.items()}
 
 
 def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..files import UserError, pip_command
-from .documents import TextPart
+from .documents import Parts, TextPart
 from .functions import function_key
 
 LOOKED_AT = 2**24  # characters of a document that filters and MinHash see
@@ -44,7 +44,7 @@ class Cleaning:
         filters = {name: function_key(keeps) for name, keeps in sorted(self.filters.items())}
         return [self.min_characters, self.copies, filters]
 
-    def judge(self, document: Iterator[TextPart]) -> tuple[str | None, Iterator[TextPart]]:
+    def judge(self, document: Parts) -> tuple[str | None, Parts]:
         """Why a document is left out, or None; and all its parts."""
         if not self.min_characters and not self.filters:
             return None, document
@@ -55,7 +55,7 @@ class Cleaning:
         refused = next((name for name, keeps in self.filters.items() if not keeps(text)), None)
         return (f"refused by {refused}" if refused is not None else None), parts
 
-    def fingerprint(self, document: Iterator[TextPart]) -> Prints:
+    def fingerprint(self, document: Parts) -> Prints:
         """The fingerprint of a document that stays."""
         if self.copies == "near":
             return _minhash(_look(document, LOOKED_AT)[1])
@@ -65,7 +65,7 @@ class Cleaning:
         return np.frombuffer(seen.digest(), np.uint32)
 
 
-def _look(document: Iterator[TextPart], characters: int) -> tuple[list[TextPart], str]:
+def _look(document: Parts, characters: int) -> tuple[list[TextPart], str]:
     """The first parts of a document, until their text has so many characters without the white space around it."""
     seen: list[TextPart] = []
     size = spaces = 0  # spaces: at the end of the text so far
@@ -108,7 +108,4 @@ def copies(prints: Sequence[Prints]) -> list[frozenset[int]]:
         for block in np.array_split(candidates, max(1, len(candidates) // 2**16)):
             alike = (everything[block] == everything[first[block]]).mean(axis=1)
             is_copy[block[alike >= ALIKE]] = True
-    ends = np.cumsum(counts)
-    return [
-        frozenset(np.flatnonzero(is_copy[end - count : end]).tolist()) for count, end in zip(counts, ends, strict=True)
-    ]
+    return [frozenset(np.flatnonzero(part).tolist()) for part in np.split(is_copy, np.cumsum(counts)[:-1])]

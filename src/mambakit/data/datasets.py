@@ -8,6 +8,7 @@ are read; no code of a dataset is run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import UserError, pip_command, read_json
+from .sources import is_inside
 
 SLICE_ROWS = 2**16
 GUESSED_BYTES = 2**26  # of a streamed slice, whose size is not known
@@ -95,11 +97,21 @@ def _commit(source: str) -> tuple[str, str | None]:
         return match["spec"], None
     import huggingface_hub
 
-    try:
+    with _user_error(f"{source} cannot be opened"):
         found = huggingface_hub.HfApi().dataset_info(match["name"], revision=match["revision"], timeout=SECONDS)
-    except Exception as error:  # the library raises many kinds
-        raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
-    return match["spec"], found.sha
+        return match["spec"], found.sha
+
+
+@contextlib.contextmanager
+def _user_error(problem: str) -> Iterator[None]:
+    """Any error of the libraries, which raise many kinds, as a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{problem}: {first_line}") from None
 
 
 def pinned(source: str) -> str:
@@ -123,31 +135,23 @@ def _files_of(source: str) -> str:
 
 def _check_inside(folder: Path) -> None:
     """Check that the files which a folder names for its rows are its own."""
-    root = os.path.realpath(folder)
     for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
         for file in read_json(state).get("_data_files", ()):
-            if not os.path.realpath(state.parent / str(file["filename"])).startswith(root + os.sep):
+            if not is_inside(state.parent / str(file["filename"]), folder):
                 raise UserError(f"{state} names files outside the folder")
 
 
 def rows(part: Slice) -> Iterator[dict[str, Any]]:
     """The rows of a slice."""
-    try:
-        yield from _rows(part)
-    except (UserError, GeneratorExit):
-        raise
-    except Exception as error:  # the library raises many kinds
-        raise UserError(f"{part.spec} cannot be read: {_first_line(error)}") from None
-
-
-def _rows(part: Slice) -> Iterator[dict[str, Any]]:
-    dataset = _undecoded(_open(part.spec, part.commit))
-    if _is_streamed(part.spec):
-        yield from dataset.shard(num_shards=part.count, index=part.number) if part.count > 1 else dataset
-    else:
+    with _user_error(f"{part.spec} cannot be read"):
+        dataset = _undecoded(_open(part.spec, part.commit))
+        if _is_streamed(part.spec):
+            yield from dataset.shard(num_shards=part.count, index=part.number) if part.count > 1 else dataset
+            return
         begin = part.number * SLICE_ROWS
-        for first in range(begin, min(len(dataset), begin + SLICE_ROWS), 1000):
-            batch = dataset[first : min(len(dataset), begin + SLICE_ROWS, first + 1000)]
+        end = min(len(dataset), begin + SLICE_ROWS)
+        for first in range(begin, end, 1000):
+            batch = dataset[first : min(end, first + 1000)]
             yield from (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
 
 
@@ -184,7 +188,7 @@ def _open(source: str, commit: str | None = None) -> Any:
         import datasets
     except ImportError:
         raise UserError(f"reading {source} needs datasets: {pip_command('datasets')}") from None
-    try:
+    with _user_error(f"{source} cannot be opened"):
         if not _is_streamed(source):
             folder, split = _folder_and_split(source)
             _check_inside(folder)
@@ -192,14 +196,6 @@ def _open(source: str, commit: str | None = None) -> Any:
         match = _match(source)
         found = datasets.load_dataset(match["name"], match["config"], revision=commit, streaming=True)
         return _split(source, found, match["split"])
-    except UserError:
-        raise
-    except Exception as error:  # the library raises many kinds
-        raise UserError(f"{source} cannot be opened: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _split(source: str, found: Any, wanted: str | None) -> Any:

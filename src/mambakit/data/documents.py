@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -14,6 +16,9 @@ class TextPart:
     text: str
     learn: bool = True  # whether its tokens are targets of training
     ends: bool = True  # whether it is the last part of its document
+
+
+Parts = Iterator[TextPart]  # of a file, or of one document
 
 
 class Unreadable(Exception):  # noqa: N818
@@ -39,6 +44,17 @@ def unreadable(error: OSError) -> Unreadable:
     if error.errno in MACHINE:
         raise error
     return Unreadable(f"cannot be read: {error.strerror}")
+
+
+@contextlib.contextmanager
+def broken(what: str, kept: tuple[type[Exception], ...] = (Unreadable,)) -> Iterator[None]:
+    """Errors of a library that raises many kinds, as Unreadable. Errors of the kinds in `kept` stay as they are."""
+    try:
+        yield
+    except kept:
+        raise
+    except Exception:
+        raise Unreadable(f"broken {what}") from None
 
 
 def read_whole(stream: BinaryIO, largest: int) -> bytes:

@@ -32,11 +32,10 @@ from ..files import UserError, cache_folder, new_folder, remember_intact
 from ..progress import progress, say
 from . import shards
 from .prepare import write_index
-from .shards import LAYOUTS, SPLITS, Shard, ShardWriter, SplitCounts, TokenLayout
+from .shards import LAYOUTS, SPLITS, Shard, ShardError, ShardWriter, SplitCounts, TokenLayout
 from .tokenize import check_spec, end_of, open_tokenizer, vocab_size
 
 SUFFIXES = (".bin", ".npy")
-KINDS = ("auto", "packed32", "uint16", "uint32")
 BLOCK = 2**22  # tokens that are read at once
 LOOKED_AT, LEAST_LOOKED_AT = 2**16, 64  # numbers by which the kind of a file is detected
 MEGATRON = b"MMIDIDX\x00\x00"
@@ -44,57 +43,46 @@ MEGATRON_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.i
 
 
 @dataclass(frozen=True)
-class NumberFile:
-    """A file of integers. It is read, not mapped into memory: see `TokenStream`."""
+class TokenFile:
+    """A file of integers, and how it is to be read. It is read, not mapped into memory: see `TokenStream`."""
 
     path: Path
     dtype: np.dtype[Any]
     count: int
     offset: int = 0  # bytes before the first
+    is_packed: bool = False  # in the layout of our own shards
+    ends: NDArray[np.int64] | None = None  # of documents, if the file says so
+    given_split: str | None = None  # instead of the one its name says
 
     @classmethod
-    def all_of(cls, path: Path, dtype: Any) -> NumberFile:
-        return cls(path, np.dtype(dtype), path.stat().st_size // np.dtype(dtype).itemsize)
-
-    def __len__(self) -> int:
-        return self.count
+    def all_of(cls, path: Path, dtype: Any, **fields: Any) -> TokenFile:
+        return cls(path, np.dtype(dtype), path.stat().st_size // np.dtype(dtype).itemsize, **fields)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """NumberFile begin…end, fewer at the end of the file."""
+        """Integers begin…end, fewer at the end of the file."""
         count = max(0, min(end, self.count) - begin)
         found = np.fromfile(self.path, self.dtype, count, offset=self.offset + begin * self.dtype.itemsize)
         if len(found) < count:
-            raise shards.ShardError(f"{self.path} has become shorter while it was read")
+            raise ShardError(f"{self.path} has become shorter while it was read")
         return found
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """A file of tokens, and how it is to be read."""
-
-    path: Path
-    kind: str  # packed32 or plain
-    array: NumberFile
-    ends: NDArray[np.int64] | None = None  # of documents, if the file says so
-    told_split: str | None = None  # instead of the one its name says
 
     @property
     def split(self) -> str:
-        if self.told_split is not None:
-            return self.told_split
+        if self.given_split is not None:
+            return self.given_split
         return "val" if re.match(r"(val|valid|validation|test)([^a-z]|$)", self.path.stem.lower()) else "train"
 
     def packed(self, layout: TokenLayout, end_token: int) -> Iterator[NDArray[Any]]:
         """All tokens in the layout of shards."""
         began, starts_next = 0, True  # where the current document began; whether the next token begins one
-        for begin in range(0, len(self.array), BLOCK):
-            block = self.array.read(begin, begin + BLOCK)
-            if self.kind == "packed32":
+        for begin in range(0, self.count, BLOCK):
+            block = self.read(begin, begin + BLOCK)
+            if self.is_packed:
                 yield block.astype(layout.dtype, copy=False)
                 continue
             tokens = block.astype(np.int64)
             if tokens.min() < 0 or tokens.max() >= layout.largest_vocabulary:
-                raise shards.ShardError(f"{self.path} holds ids outside 0…{layout.largest_vocabulary - 1}")
+                raise ShardError(f"{self.path} holds ids outside 0…{layout.largest_vocabulary - 1}")
             place = np.arange(begin, begin + len(tokens))
             starts = np.zeros(len(tokens), dtype=bool)
             if self.ends is None:
@@ -115,15 +103,15 @@ def is_tokens(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
-def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
-    """The folder of shards for these files in the cache. It is made unless it is there and no file has changed. All
-    files belong to `split`, or to the splits that their names say."""
+def import_tokens(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str | None = None) -> Path:
+    """The folder of shards for these files, made in the cache if needed. With `split`, names tell no split."""
     if tokenizer.startswith("train:"):
         raise UserError(
             f"{paths[0]} holds tokens, not text: name the tokenizer they were made with by --data.tokenizer FILE"
         )
     check_spec(tokenizer)
     opened = open_tokenizer(tokenizer)
+    vocabulary = vocab_size(opened)
     seen = hashlib.sha256(json.dumps([shards.VERSION, opened.to_str(), kind, split]).encode())
     for path in paths:
         state = path.stat()
@@ -133,15 +121,13 @@ def adopt(paths: Sequence[Path], tokenizer: str, kind: str = "auto", split: str 
     if shards.is_shards(folder):
         say(f"the shards of these tokens are in {folder} already")
         return folder
-    files = [dataclasses.replace(_open(path, kind, vocab_size(opened)), told_split=split) for path in sorted(paths)]
-    layout = LAYOUTS["packed32" if vocab_size(opened) <= 2**16 else "wide64"]
-    if layout.name == "wide64" and any(file.kind == "packed32" for file in files):
-        raise UserError(
-            f"the tokenizer has {vocab_size(opened)} ids, more than the packed layout holds; name their own one"
-        )
-    with new_folder(folder, shards.ShardError) as beside:
-        written, counts = _write_shards(files, layout, end_of(opened), vocab_size(opened), beside)
-        sources = {str(file.path): {"tokens": {file.split: len(file.array)}} for file in files}
+    files = [dataclasses.replace(_open(path, kind, vocabulary), given_split=split) for path in sorted(paths)]
+    layout = LAYOUTS["packed32" if vocabulary <= 2**16 else "wide64"]
+    if layout.name == "wide64" and any(file.is_packed for file in files):
+        raise UserError(f"the tokenizer has {vocabulary} ids, more than the packed layout holds; name their own one")
+    with new_folder(folder, ShardError) as beside:
+        written, counts = _write_shards(files, layout, end_of(opened), vocabulary, beside)
+        sources = {str(file.path): {"tokens": {file.split: file.count}} for file in files}
         write_index(beside, layout, tokenizer, opened, written, counts, sources)
     return folder
 
@@ -152,7 +138,7 @@ def _write_shards(
     """Write a shard for each file, or a link to it. Returns the shards, and the counts of each split."""
     written: dict[str, list[Shard]] = {split: [] for split in SPLITS}
     counts: dict[str, SplitCounts] = {}
-    with progress("importing tokens", sum(len(file.array) for file in files), "tokens") as advance:
+    with progress("importing tokens", sum(file.count for file in files), "tokens") as advance:
         for split in SPLITS:
             found = {"documents": 0, "tokens": 0, "targets": 0}
             before = np.empty(0, layout.dtype)
@@ -161,9 +147,7 @@ def _write_shards(
                     for packed in file.packed(layout, end_token):
                         largest = int(layout.tokens(packed).max())
                         if largest >= vocabulary:
-                            raise shards.ShardError(
-                                f"{file.path}: token {largest} is outside the vocabulary of {vocabulary}"
-                            )
+                            raise ShardError(f"{file.path}: token {largest} is outside the vocabulary of {vocabulary}")
                         starts = layout.starts(np.concatenate([before, packed]))[len(before) :]
                         starts[0] |= not len(before)
                         found["documents"] += int(starts.sum())
@@ -178,39 +162,32 @@ def _write_shards(
 
 
 def _writer(file: TokenFile, folder: Path, number: int, layout: TokenLayout) -> ShardWriter | _Link:
-    offset, size = file.array.offset, file.array.count * file.array.dtype.itemsize
-    whole = offset + size == file.path.stat().st_size  # a .npy may have more after the array
-    if file.kind == "packed32" and file.array.dtype == layout.dtype and whole:
-        link = _Link(file, offset)
+    size = file.offset + file.count * file.dtype.itemsize
+    is_whole = size == file.path.stat().st_size  # a .npy may have more after the array
+    if file.is_packed and file.dtype == layout.dtype and is_whole:
+        link = _Link(file, shards.shard_name(file.split, number))
         with contextlib.suppress(OSError):  # some systems do not let everybody make links
-            (folder / shards.shard_name(file.split, number)).symlink_to(os.path.realpath(file.path))
-            link.name = shards.shard_name(file.split, number)
+            (folder / link.name).symlink_to(os.path.realpath(file.path))
             return link
     return ShardWriter(folder, file.split, layout, 2**40, number)
 
 
-class _Link:
+class _Link(contextlib.AbstractContextManager["_Link"]):
     """A shard that is a link to a file of another program."""
 
-    name: str
-
-    def __init__(self, file: TokenFile, offset: int) -> None:
-        self._file, self._offset = file, offset
+    def __init__(self, file: TokenFile, name: str) -> None:
+        self.file, self.name = file, name
         self._before = file.path.stat()
         with file.path.open("rb") as opened:
-            self._digest = hashlib.sha256(opened.read(offset))
+            self._digest = hashlib.sha256(opened.read(file.offset))
 
     def write(self, packed: NDArray[Any]) -> None:
         self._digest.update(packed.data)
 
     def close(self) -> list[Shard]:
-        sha256 = self._digest.hexdigest()
-        remember_intact(self._file.path, self._before, sha256)
-        size, modified = len(self._file.array), self._before.st_mtime_ns
-        return [Shard(file=self.name, tokens=size, offset=self._offset, modified=modified, sha256=sha256)]
-
-    def __enter__(self) -> _Link:
-        return self
+        file, sha256, modified = self.file, self._digest.hexdigest(), self._before.st_mtime_ns
+        remember_intact(file.path, self._before, sha256)
+        return [Shard(file=self.name, tokens=file.count, offset=file.offset, modified=modified, sha256=sha256)]
 
     def __exit__(self, *error: object) -> None:
         """There is nothing to close."""
@@ -225,28 +202,28 @@ def _open(path: Path, kind: str, vocabulary: int) -> TokenFile:
             raise UserError(f"{path} is no array of numbers: {error}") from None
         if header.ndim != 1 or header.dtype.kind not in "iu" or not len(header):
             raise UserError(f"{path} holds {header.dtype} of shape {header.shape}; need a row of whole numbers")
-        array = NumberFile(path, header.dtype, len(header), header.offset)
-        if kind == "packed32" and array.dtype.itemsize != 4:
-            raise UserError(f"{path} holds {array.dtype}; the packed layout has 32 bits a token")
-        is_packed = kind == "packed32" or (kind == "auto" and array.dtype == np.int32 and _looks_packed(array))
-        return TokenFile(path, "packed32" if is_packed else "plain", array)
+        file = TokenFile(path, header.dtype, len(header), header.offset)
+        if kind == "packed32" and file.dtype.itemsize != 4:
+            raise UserError(f"{path} holds {file.dtype}; the packed layout has 32 bits a token")
+        is_packed = kind == "packed32" or (kind == "auto" and file.dtype == np.int32 and _looks_packed(file))
+        return dataclasses.replace(file, is_packed=is_packed)
     if index.is_file() and kind == "auto":
         return _megatron(path, index)
     size = path.stat().st_size
     if kind in ("auto", "packed32") and size and size % 4 == 0:
-        array = NumberFile.all_of(path, "<i4")
-        if kind == "packed32" or _looks_packed(array):
-            return TokenFile(path, "packed32", array)
+        file = TokenFile.all_of(path, "<i4", is_packed=True)
+        if kind == "packed32" or _looks_packed(file):
+            return file
     width = 4 if kind == "uint32" or (kind == "auto" and _looks_wide(path, vocabulary)) else 2
     if not size or size % width:
         raise UserError(f"{path} has {size} bytes, which are no tokens of {width} bytes each")
-    return TokenFile(path, "plain", NumberFile.all_of(path, f"<u{width}"))
+    return TokenFile.all_of(path, f"<u{width}")
 
 
-def _looks_packed(array: NumberFile) -> bool:
+def _looks_packed(file: TokenFile) -> bool:
     """Whether positions count up from token to token, as in no other format."""
     layout = LAYOUTS["packed32"]
-    head = array.read(0, LOOKED_AT).astype(layout.dtype)
+    head = file.read(0, LOOKED_AT).astype(layout.dtype)
     if len(head) < 2 or (head < 0).any():
         return False
     return bool(layout.starts(head)[1:].mean() < 0.5 and layout.positions(head).any())
@@ -270,4 +247,4 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     ends, size = np.cumsum(lengths), np.dtype(MEGATRON_DTYPES[code]).itemsize
     if not count or (lengths < 0).any() or ends[-1] * size != path.stat().st_size or not ends[-1]:
         raise UserError(f"{index} counts {int(lengths.sum())} tokens, but {path} has {path.stat().st_size} bytes")
-    return TokenFile(path, "plain", NumberFile.all_of(path, MEGATRON_DTYPES[code]), ends)
+    return TokenFile.all_of(path, MEGATRON_DTYPES[code], ends=ends)

@@ -7,12 +7,13 @@ below a limit are held out. So a document stays in its split when other files co
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .documents import TextPart
+from .documents import Parts, TextPart
 
 PIECE_BYTES = 2**18  # of text, tokenized at once
 BLOCK_BYTES = 2**13  # of text, held out at once in a source of few documents
@@ -47,10 +48,7 @@ def document_names(name: str, has_records: bool) -> Iterator[str]:
     """The names of the documents of a file."""
     if not has_records:
         yield name
-    number = 0
-    while True:
-        yield f"{name}#{number}"
-        number += 1
+    yield from (f"{name}#{number}" for number in itertools.count())
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Survey:
             self.documents.append(draw(called))
 
 
-Choose = Callable[[Iterator[TextPart]], "Iterator[TextPart] | None"]  # a document, or None to leave it out
+Choose = Callable[[Parts], Parts | None]  # a document, or None to leave it out
 
 
 def split_pieces(
@@ -92,21 +90,20 @@ def split_pieces(
             yield from _mark((split, learn, data) for learn, data in _cut(document, PIECE_BYTES))
 
 
-def documents_of(parts: Iterable[TextPart]) -> Iterator[Iterator[TextPart]]:
+def documents_of(parts: Iterable[TextPart]) -> Iterator[Parts]:
     """The parts of each document. A document's parts must be read before the next document."""
     parts = iter(parts)
 
-    def rest(first: TextPart) -> Iterator[TextPart]:
+    def from_part(first: TextPart) -> Parts:
         yield first
-        while not first.ends:
-            following = next(parts, None)
-            if following is None:
-                return
-            yield following
-            first = following
+        if not first.ends:
+            for part in parts:
+                yield part
+                if part.ends:
+                    return
 
     for part in parts:
-        document = rest(part)
+        document = from_part(part)
         yield document
         for _ in document:  # parts that were not read
             pass
@@ -155,13 +152,7 @@ def _blocks(document: Iterable[TextPart], name: str, limit: float) -> Iterator[t
 
 def _mark(parts: Iterable[tuple[str, bool, bytes]]) -> Iterator[tuple[SplitPiece, bytes]]:
     """Mark where documents start and end: also where the split changes."""
-    before: tuple[str, bool, bytes] | None = None
-    starts = True
-    for part in parts:
-        if before is not None:
-            ends = part[0] != before[0]
-            yield SplitPiece(before[0], before[1], starts, ends), before[2]
-            starts = ends
-        before = part
-    if before is not None:
-        yield SplitPiece(before[0], before[1], starts, True), before[2]
+    starts, nothing = True, ("", True, b"")
+    for (split, learn, data), (following, *_) in itertools.pairwise(itertools.chain(parts, [nothing])):
+        yield SplitPiece(split, learn, starts, following != split), data
+        starts = following != split

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import IO, Any, BinaryIO
 
 from ..files import UserError
 from ..progress import say
-from .documents import MACHINE, Note, TextPart, Unreadable, no_note
+from .documents import MACHINE, Note, Parts, TextPart, Unreadable, no_note
 
 HAS_ISOLATION = os.name != "nt"  # Windows can neither send descriptors, nor limit memory
 WAIT_SECONDS = 1.0  # between checks of what a child has written. Waits are counted, so a suspended machine has none
@@ -50,18 +50,16 @@ class Child:
     def __init__(self) -> None:
         # No module may come from the current folder, which may hold a person's files.
         here = os.path.realpath(os.getcwd())
-        paths = [
-            str(Path(__file__).parents[2]),
-            *(entry for entry in sys.path if os.path.realpath(entry or ".") != here),
-        ]
+        outside = [entry for entry in sys.path if os.path.realpath(entry or ".") != here]
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), *outside])
+        env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         self.is_fresh = True
         self.channel, inside = socket.socketpair()
+        command, channel, quiet = [sys.executable, "-m", "mambakit.data.isolated"], inside.fileno(), subprocess.DEVNULL
         with inside:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mambakit.data.isolated"], stdin=inside.fileno(), stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True, cwd=sys.prefix,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
-            )  # fmt: skip
+                command, stdin=channel, stdout=quiet, stderr=quiet, start_new_session=True, cwd=sys.prefix, env=env
+            )
 
     def ask(self, request: dict[str, Any], file: int, out: int) -> Answer:
         """The answer; its kind is "failed" if the child cannot be used again."""
@@ -118,24 +116,25 @@ _stops = 0  # how often all children were ended
 
 def read(
     file: Path | BinaryIO, function: str, text_column: str | None, note: Note = no_note, readers: Readers | None = None
-) -> Iterator[TextPart]:
-    """The parts of a file, by a reader such as "pdf.read". The child has read the whole file when this returns.
-
-    An open file must have a descriptor. It is read from its beginning; its position afterwards is undefined.
-    """
+) -> Parts:
+    """The parts of a file, by a reader such as "pdf.read". The child has read the whole file when this returns. An open
+    file must have a descriptor. It is read from its beginning; its position afterwards is undefined."""
     request = {"function": function, "text_column": text_column}
     out = tempfile.TemporaryFile()  # noqa: SIM115 - its reader closes it
     try:
         stream = file.open("rb") if isinstance(file, Path) else contextlib.nullcontext(file)
     except OSError as error:
-        return _begun(_written(out, _failure(error), note))
-    with stream as opened:
-        if HAS_ISOLATION:
-            answer = _ask(request, opened.fileno(), out.fileno(), readers or Readers())
-        else:
-            _say_that_nothing_is_isolated()
-            answer = _answer(request, opened, out)
-    return _begun(_written(out, answer, note))
+        answer = _failure(error)
+    else:
+        with stream as opened:
+            if HAS_ISOLATION:
+                answer = _ask(request, opened.fileno(), out.fileno(), readers or Readers())
+            else:
+                _say_that_nothing_is_isolated()
+                answer = _answer(request, opened, out)
+    parts = _written(out, answer, note)
+    next(parts)  # so that the generator closes its file even if no part is read
+    return parts
 
 
 @cache
@@ -143,16 +142,10 @@ def _say_that_nothing_is_isolated() -> None:
     say("Windows: files are read in this process, so that one made to crash or hang a parser can stop it")
 
 
-def _begun(parts: Iterator[TextPart]) -> Iterator[TextPart]:
-    """Start the generator, so that it closes its file even if no part is read."""
-    next(parts)
-    return parts
-
-
-def _written(out: IO[bytes], answer: Answer, note: Note) -> Iterator[TextPart]:
+def _written(out: IO[bytes], answer: Answer, note: Note) -> Parts:
     kind, reason = answer["kind"], answer.get("reason", "")
     with out:
-        yield TextPart("")  # for _begun
+        yield TextPart("")  # not a part of the file: `read` skips it
         if kind == "failed":
             raise Unreadable(reason)
         out.seek(0)
@@ -169,14 +162,16 @@ def _written(out: IO[bytes], answer: Answer, note: Note) -> Iterator[TextPart]:
 
 
 def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answer:
-    """Ask an idle child, or a new one. A child may fail because of earlier files, so only the failure of a fresh child
-    counts."""
+    """Ask an idle child, or a new one. Only the failure of a new one counts: others may fail due to earlier files."""
     stops = _stops
     while True:
         try:
             child = _idle.pop()
         except IndexError:
-            child = _start()
+            if not _all:
+                atexit.register(stop)
+            child = Child()
+            _all.add(child)
         was_fresh = child.is_fresh
         readers.busy.add(child)
         try:
@@ -190,14 +185,6 @@ def _ask(request: dict[str, Any], file: int, out: int, readers: Readers) -> Answ
         _all.discard(child)
         if was_fresh or readers.are_stopped or stops != _stops:
             return answer
-
-
-def _start() -> Child:
-    if not _all:
-        atexit.register(stop)
-    child = Child()
-    _all.add(child)
-    return child
 
 
 def stop() -> None:
@@ -214,7 +201,7 @@ def pack(part: TextPart) -> bytes:
     return HEADER.pack(len(data), part.learn | part.ends << 1) + data
 
 
-def unpack(stream: IO[bytes]) -> Iterator[TextPart]:
+def unpack(stream: IO[bytes]) -> Parts:
     while len(header := stream.read(HEADER.size)) == HEADER.size:
         size, flags = HEADER.unpack(header)
         data = stream.read(size)

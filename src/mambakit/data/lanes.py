@@ -54,11 +54,8 @@ def lanes(
     stream: TokenStream, ranges: Sequence[Range], rows: int, length: int, window: int | None = None
 ) -> Iterator[Batch]:
     """Batches of `rows` x `length` with every target of the documents once. A lane takes a new document when it has
-    read one, the longest first, so that all lanes end at about the same time.
-
-    With `window`, each document is cut into pieces of that many inputs, and the state is reset before each, as if the
-    model had a fixed context.
-    """
+    read one, the longest first, so that all lanes end at about the same time. With `window`, the state is reset before
+    every piece of so many inputs, as if the model had a fixed context."""
     waiting = iter(sorted(ranges, key=lambda range_: range_[0] - range_[1]))
     lanes = [_Lane(stream, waiting, window) for _ in range(min(rows, len(ranges)))]
     while True:

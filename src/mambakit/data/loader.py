@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -49,18 +49,15 @@ class Batch:
         return int(self.loss_mask.sum())
 
     def rows(self, begin: int, end: int) -> Batch:
-        return Batch(*(value[begin:end] for value in self._values()))
+        return Batch(*(value[begin:end] for value in vars(self).values()))
 
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        values = self._values()
+        values: Iterable[Tensor] = vars(self).values()
         if device.type == "cuda":  # a copy from other memory would wait for the GPU
-            values = tuple(value.pin_memory() for value in values)
+            values = [value.pin_memory() for value in values]
         return Batch(*(value.to(device, non_blocking=True) for value in values))
-
-    def _values(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.targets, self.doc_ids, self.loss_mask, self.carries
 
 
 class Loader:
@@ -77,19 +74,12 @@ class Loader:
         # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
         self.stretch = -(-self.num_windows // batch_rows)
         self.epoch_rows = self.stretch * batch_rows if config.carry_state else self.num_windows
-        self.seek(next_row)
+        self.next_row = next_row  # may be set at any time, also in the middle of an iteration
         self.mix = Mix.of(stream, config, self.num_windows) if config.mix or config.temperature != 1 else None
-
-    def seek(self, row: int) -> None:
-        """Go on from this row, also in the middle of an iteration: the next batch starts with it."""
-        self.next_row = row
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on from here, and a fingerprint of the data and their order."""
-        return {"next_row": self.next_row, "fingerprint": self.fingerprint}
 
     @property
     def fingerprint(self) -> str:
+        """Changes with the data and with their order."""
         data, config = self.stream, self.config
         values = [data.index.fingerprint, data.split, self.length, config.seed, config.carry_state]
         if self.config.carry_state:
@@ -136,8 +126,8 @@ class Loader:
         return make_batch(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches one after another. `next_row` changes when a batch is given, not when it is read ahead. Batches that
-        were read ahead of another row, before a `seek`, are dropped."""
+        """Batches from `next_row` on, which changes when a batch is given, not when it is read ahead. If it was set to
+        another row, batches that were read ahead are dropped."""
         if self.config.workers == 0:
             while True:
                 batch = self.read(self.next_row)
@@ -237,10 +227,8 @@ def _hash64(value: int) -> int:
 
 
 def permute(number: int, size: int, seed: int, epoch: int) -> int:
-    """The place of `number` in the permutation of 0…size-1 for (seed, epoch). It needs no table, so any size will do.
-
-    A Feistel network permutes the next power of four; a result outside 0…size-1 is permuted again.
-    """
+    """The place of `number` in the permutation of 0…size-1 for (seed, epoch), without a table: a Feistel network
+    permutes the next power of four, and a result outside 0…size-1 is permuted again."""
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     key = _hash64(_hash64(seed) ^ epoch)

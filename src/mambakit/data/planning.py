@@ -21,15 +21,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from .. import __version__
 from ..config import PrepareConfig
 from ..files import UserError, path_of, paths_of
 from ..progress import progress
 from . import cleaning, datasets, shards, tasks
 from .cleaning import Cleaning, Filter, Prints
-from .functions import function_key
 from .reading import OwnReader, Reading, check_readers
-from .separators import KEPT, unescaped
+from .separators import separator_text
 from .shards import LAYOUTS
 from .sources import Skipped, list_files, own_folder
 from .tasks import Source, Task, TaskReport, TaskSettings
@@ -74,10 +72,6 @@ class PrepareJob:
         return Reading(self.readers, self.config.text_column)
 
     @cached_property
-    def _reader_keys(self) -> dict[str, str]:
-        return {suffix: function_key(reader) for suffix, reader in self.readers.items()}
-
-    @cached_property
     def _cleaning(self) -> Cleaning:
         return Cleaning(self.config.min_characters, self.config.copies, self.filters)
 
@@ -87,13 +81,10 @@ class PrepareJob:
 
     @property
     def separator(self) -> str | None:
-        """The text to cut at; None where nothing is cut."""
-        given = self.config.separator
-        return None if given is None or given == KEPT else unescaped(given)
+        return separator_text(self.config.separator)
 
     def settings(self, val_fraction: float, tokenizer: str = "", layout: str = "") -> TaskSettings:
-        text = (self.reading, self._cleaning, self.separator, self._reader_keys)
-        return TaskSettings(__version__, tokenizer, layout, val_fraction, *text)
+        return TaskSettings(tokenizer, layout, val_fraction, self.reading, self._cleaning, self.separator)
 
 
 def _num_cores() -> int:
@@ -134,9 +125,8 @@ class PreparePlan:
             for task, folder in zip(self.tasks, self.folders, strict=True):
                 if tasks.is_done(folder):
                     advance(task.num_bytes)
-                else:
-                    strict = job.config.strict
-                    tasks.run_task(task, self.settings, self.tokenizer, folder, job.workers, strict, advance)
+                    continue
+                tasks.run_task(task, self.settings, self.tokenizer, folder, job.workers, job.config.strict, advance)
 
 
 def make_plan(job: PrepareJob, work: Path) -> PreparePlan:
@@ -191,8 +181,7 @@ def listed(reasons: Counter[str]) -> str:
 
 
 def _share(num_bytes: int) -> float:
-    """The share that is held out of so much text, unless one is given. There are few shares, because documents move
-    from one split to the other when the share changes."""
+    """The share to hold out of so much text. It has few values: when it changes, documents move to the other split."""
     return next((share for share in SHARES if share * num_bytes >= LEAST_BYTES), SHARES[-1])
 
 
@@ -218,7 +207,7 @@ def _without_copies(job: PrepareJob, val_fraction: float, cut: list[Task], work:
 
 
 def _kept_prints(path: Path) -> Prints | None:
-    """None where there are none, or damaged ones."""
+    """The fingerprints that a file holds; None if it is missing or damaged."""
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -253,7 +242,7 @@ def _sample(cut: Sequence[Task], settings: TaskSettings) -> Iterator[str]:
                 if share < 1 and read >= wanted:  # the files before gave more than their share
                     continue
                 alone = Task(task.source, (file,))
-                for piece, data in alone.pieces(settings, TaskReport(alone, settings.reading)):
+                for piece, data in alone.pieces(settings, TaskReport(task=alone)):
                     if piece.split == "train":
                         yield data.decode("utf-8", errors="replace")
                     read += len(data)

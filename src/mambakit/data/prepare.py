@@ -28,7 +28,7 @@ from .holding_out import documents_of
 from .planning import SHARD_TOKENS, PrepareJob, PreparePlan, list_source, make_plan
 from .prepare_report import REPORT, check_merged, say_markers, say_separators, summary
 from .reading import OwnReader, Reading, check_readers
-from .separators import KEPT, cut_at, unescaped
+from .separators import KEPT, cut_at, separator_text
 from .shards import LAYOUTS, SPLITS, Index, Shard, ShardWriter, SplitCounts, TokenLayout
 from .tokenize import check_spec, end_of, vocab_size
 from .work_folder import remove, work_folder
@@ -131,10 +131,7 @@ def documents(
     for source in paths_of(sources):
         for file in list_source(source).files:
             with contextlib.suppress(Unreadable):
-                parts = reading.parts(file)
-                if config.separator not in (None, KEPT):
-                    parts = cut_at(parts, unescaped(config.separator))
-                for document in documents_of(parts):
+                for document in documents_of(cut_at(reading.parts(file), separator_text(config.separator))):
                     yield file.name, "".join(part.text for part in document)
 
 
@@ -165,8 +162,7 @@ def write_index(
     counts: dict[str, SplitCounts],
     sources: dict[str, Any],
 ) -> Index:
-    """Write the tokenizer and the index to a folder whose shards are written. `named` is how a person named the
-    tokenizer."""
+    """Write the tokenizer, which a person has called `named`, and the index to a folder of shards."""
     (folder / shards.TOKENIZER).write_bytes(tokenizer.to_str(pretty=True).encode())
     index = Index(
         format="mambakit-shards",

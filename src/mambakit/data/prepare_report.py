@@ -1,4 +1,4 @@
-"""What was found in the sources: prepare.json, the `sources` of index.json, and what is said of it."""
+"""The report on the sources: prepare.json, the `sources` of index.json, and messages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .datasets import Slice
 from .planning import PrepareJob, PreparePlan, listed, no_text
 from .separators import KEPT
 from .shards import SPLITS
-from .tasks import Merged, Source, TaskSettings
+from .tasks import Findings, Source, TaskSettings
 
 REPORT = "prepare.json"
 
 
-def check_merged(plan: PreparePlan, merged: dict[str, Merged], strict: bool) -> None:
+def check_merged(plan: PreparePlan, merged: dict[str, Findings], strict: bool) -> None:
     """Raise where a source gave no text, and say what was skipped."""
     for source in plan.sources:
-        found = merged.setdefault(source.name, Merged())
+        found = merged.setdefault(source.name, Findings())
         if strict and (found.skipped or found.inside):  # by tasks that were done before, without --strict
             name, reason = (found.skipped + found.inside)[0]
             raise UserError(f"{name} cannot be read ({reason}), and --strict was given")
@@ -37,7 +37,7 @@ def check_merged(plan: PreparePlan, merged: dict[str, Merged], strict: bool) -> 
         say("nothing is held out for validation: there are too few documents")
 
 
-def _reasons(source: Source, found: Merged) -> Counter[str]:
+def _reasons(source: Source, found: Findings) -> Counter[str]:
     return Counter([*(skipped.reason for skipped in source.skipped), *(reason for _, reason in found.skipped)])
 
 
@@ -62,7 +62,7 @@ def say_markers(report: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def summary(source: Source, found: Merged, settings: TaskSettings) -> dict[str, Any]:
+def summary(source: Source, found: Findings, settings: TaskSettings) -> dict[str, Any]:
     """What prepare.json says of a source."""
     by_block = found.by_block
     if settings.separator is None:

@@ -6,7 +6,9 @@ with large parsers, or parsers in C, are read in a child process (data/isolated.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +19,8 @@ from typing import BinaryIO
 
 from ..files import UserError
 from . import datasets, isolated
-from .documents import Note, TextPart, Unreadable, no_note, unreadable
+from .documents import Note, Parts, TextPart, Unreadable, no_note, unreadable
+from .functions import function_key
 from .readers import names, packed, records, text
 from .sources import SourceFile
 
@@ -30,7 +33,7 @@ class Format:
     """A format of files, and how it is read."""
 
     kind: str  # its name in reports
-    function: str  # of data/readers
+    function: str = ""  # of data/readers; "" if the file is read as text, or not by a reader of ours
     is_isolated: bool = True
     has_records: bool = False  # many documents in a file
     is_text_too: bool = False  # if records have no text column, the file is read as plain text
@@ -53,13 +56,19 @@ FORMATS = {
     ".parquet": Format("Parquet", "records.parquet", has_records=True),
     **dict.fromkeys((".arrow", ".feather"), Format("Arrow", "records.arrow", has_records=True)),
 }
-# First bytes of files that are never text, and their names in reports.
-BINARIES = (
-    (b"%PDF-", "a PDF"), (b"PK\x03\x04", "a zip archive"), (b"\x1f\x8b", "a gzip archive"), (b"\x89PNG", "an image"),
-    (b"\xff\xd8\xff", "an image"), (b"GIF8", "an image"), (b"\x7fELF", "a program"), (b"MZ\x90", "a program"),
-    (b"\xd0\xcf\x11\xe0", "an old Office file"), (b"SQLite format 3\0", "a database"), (b"RIFF", "sound or video"),
-    (b"ID3", "sound"), (b"OggS", "sound"), (b"\x00\x00\x00\x20ftyp", "video"),
-)  # fmt: skip
+# First bytes of files that are never text, by their names in reports.
+BINARIES = {
+    "a PDF": (b"%PDF-",),
+    "a zip archive": (b"PK\x03\x04",),
+    "a gzip archive": (b"\x1f\x8b",),
+    "an image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8"),
+    "a program": (b"\x7fELF", b"MZ\x90"),
+    "an old Office file": (b"\xd0\xcf\x11\xe0",),
+    "a database": (b"SQLite format 3\0",),
+    "sound or video": (b"RIFF",),
+    "sound": (b"ID3", b"OggS"),
+    "video": (b"\x00\x00\x00\x20ftyp",),
+}
 
 
 @dataclass(frozen=True)
@@ -69,111 +78,92 @@ class Reading:
     own: Mapping[str, OwnReader] = field(default_factory=dict)
     text_column: str | None = None
 
-    def kind_of(self, file: Unit) -> str:
-        """The name of a file's format in reports."""
-        if isinstance(file, datasets.Slice):
-            return "dataset"
-        name = file.name
-        suffix = PurePosixPath(name).suffix.lower()
-        if suffix in self.own:
-            return suffix
-        if packed.is_archive(name):
-            return "archive"
-        inner = packed.inner_name(name)
-        found = FORMATS.get(PurePosixPath(inner).suffix.lower())
-        return found.kind if found else names.kind_of(inner)
+    @functools.cached_property  # computed once: a reader that cannot be described has a new key each time
+    def own_keys(self) -> dict[str, str]:
+        """The keys of a person's own readers (data/functions.py)."""
+        return {suffix: function_key(reader) for suffix, reader in self.own.items()}
 
-    def has_records(self, file: Unit) -> bool:
-        """Whether a file may hold many documents."""
+    def format_of(self, file: Unit) -> Format:
         if isinstance(file, datasets.Slice):
-            return True
-        name = file.name
-        suffix = PurePosixPath(name).suffix.lower()
-        if suffix in self.own or packed.is_archive(name):
-            return True
-        found = FORMATS.get(PurePosixPath(packed.inner_name(name)).suffix.lower())
-        return found is not None and found.has_records
+            return Format("dataset", has_records=True)
+        if (suffix := _suffix(file.name)) in self.own:
+            return Format(suffix, has_records=True)
+        if packed.is_archive(file.name):
+            return Format("archive", has_records=True)
+        inner = packed.inner_name(file.name)
+        return FORMATS.get(_suffix(inner)) or Format(names.kind_of(inner))
 
-    def parts_of_all(
-        self, files: Iterable[Unit], workers: int, note: Note = no_note
-    ) -> Iterator[tuple[Unit, Iterator[TextPart]]]:
+    def parts_of_all(self, files: Iterable[Unit], workers: int, note: Note = no_note) -> Iterator[tuple[Unit, Parts]]:
         """The parts of each file, in order. Files that other processes read are read ahead, several at a time."""
-        waiting: deque[tuple[Unit, Future[Iterator[TextPart]] | None]] = deque()
+        waiting: deque[tuple[Unit, Future[Parts] | None]] = deque()
         readers = isolated.Readers()
+
+        def first() -> tuple[Unit, Parts]:
+            file, ahead = waiting.popleft()
+            return file, self.parts(file, note, ahead.result() if ahead else None)
+
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="read") as pool:
             try:
                 for file in files:
-                    chosen = self._isolated_format(file)
+                    chosen = FORMATS.get(_suffix(file.name)) if isinstance(file, SourceFile) else None
                     ahead = None
-                    if chosen:
-                        ahead = pool.submit(isolated.read, file.path, chosen, self.text_column, note, readers)
+                    if chosen and chosen.is_isolated and _suffix(file.name) not in self.own:
+                        ahead = pool.submit(isolated.read, file.path, chosen.function, self.text_column, note, readers)
                     waiting.append((file, ahead))
                     if len(waiting) > 2 * workers:
-                        yield self._next(waiting, note)
+                        yield first()
                 while waiting:
-                    yield self._next(waiting, note)
+                    yield first()
             except BaseException:
                 readers.stop()  # their results are not needed any more
                 raise
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _next(
-        self, waiting: deque[tuple[Unit, Future[Iterator[TextPart]] | None]], note: Note
-    ) -> tuple[Unit, Iterator[TextPart]]:
-        file, ahead = waiting.popleft()
-        return file, self._ahead(file, ahead.result()) if ahead else self.parts(file, note)
-
-    def _ahead(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
-        try:
-            with file.path.open("rb") as stream:
-                yield from self._or_as_it_stands(parts, stream, FORMATS[file.path.suffix.lower()])
-        except OSError as error:
-            raise unreadable(error) from None
-
-    def _isolated_format(self, file: Unit) -> str | None:
-        suffix = file.path.suffix.lower()
-        chosen = FORMATS.get(suffix) if isinstance(file, SourceFile) else None
-        return chosen.function if chosen and chosen.is_isolated and suffix not in self.own else None
-
-    def parts(self, file: Unit, note: Note = no_note) -> Iterator[TextPart]:
-        """The parts of all documents of a file. `note` is called for what is skipped inside it."""
+    def parts(self, file: Unit, note: Note = no_note, ahead: Parts | None = None) -> Parts:
+        """The parts of all documents of a file, or those that were read ahead. `note` is called for what is skipped."""
         if isinstance(file, datasets.Slice):
             yield from records.rows(datasets.rows(file), self.text_column, note)
             return
         try:
-            if own := self.own.get(file.path.suffix.lower()):
+            if own := self.own.get(_suffix(file.name)):
                 yield from _own_parts(own, file.path)
                 return
             with file.path.open("rb") as stream:
-                inner = packed.inner_name(file.name)
-                if packed.is_packed(file.name) and PurePosixPath(inner).suffix.lower() in LINES:
+                if ahead is not None:
+                    yield from self._or_as_text(ahead, stream, FORMATS[_suffix(file.name)])
+                elif not packed.is_packed(file.name):
+                    yield from self._read(stream, file.name, note, file.path)
+                elif _suffix(packed.inner_name(file.name)) in LINES:
                     yield from records.jsonl(packed.stream(stream, file.name), self.text_column, note)
-                elif packed.is_packed(file.name):
-                    yield from self._unpacked(stream, file.name, note)
                 else:
-                    yield from self._read(stream, file.path, file.name, note)
+                    yield from self._unpacked(stream, file.name, note)
         except OSError as error:
             raise unreadable(error) from None
 
-    def _read(self, stream: BinaryIO, path: Path, name: str, note: Note) -> Iterator[TextPart]:
-        chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
+    def _read(self, stream: BinaryIO, name: str, note: Note, path: Path | None = None) -> Parts:
+        """The parts of a file on disk, or inside an archive: then it has no path."""
+        chosen = FORMATS.get(_suffix(name))
         if chosen is None:
             head = stream.read(16)
             stream.seek(0)
-            for magic, what in BINARIES:
-                if head.startswith(magic):
+            for what, magics in BINARIES.items():
+                if head.startswith(magics):
                     raise Unreadable(f"{what} by its content")
             yield from text.read(stream)
+            return
+        if not chosen.is_isolated:
+            found = call(chosen.function, stream, self.text_column, note)
+        elif path is not None:
+            found = isolated.read(path, chosen.function, self.text_column, note)
         else:
-            found = (
-                isolated.read(path, chosen.function, self.text_column, note)
-                if chosen.is_isolated
-                else call(chosen.function, stream, self.text_column, note)
-            )
-            yield from self._or_as_it_stands(found, stream, chosen)
+            with tempfile.TemporaryFile() as copy:  # the other process needs a descriptor
+                shutil.copyfileobj(stream, copy)
+                copy.flush()
+                found = isolated.read(copy, chosen.function, self.text_column, note)
+        yield from self._or_as_text(found, stream, chosen)
 
-    def _or_as_it_stands(self, parts: Iterator[TextPart], stream: BinaryIO, chosen: Format) -> Iterator[TextPart]:
+    def _or_as_text(self, parts: Parts, stream: BinaryIO, chosen: Format) -> Parts:
         """The parts; or the whole file as text, if no column was named and it may be read as plain text."""
         is_empty = True
         try:
@@ -186,7 +176,7 @@ class Reading:
             stream.seek(0)
             yield from text.read(stream)
 
-    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Iterator[TextPart]:
+    def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Parts:
         found = False
         for inner, content in packed.unpack(stream, name):
             place = f"{name}/{inner}"
@@ -195,7 +185,7 @@ class Reading:
                 continue
             with content:
                 try:
-                    for part in self._inner(content, inner, note):
+                    for part in self._read(content, inner, note):
                         found = True
                         yield part
                 except Unreadable as reason:
@@ -205,28 +195,20 @@ class Reading:
         if not found:
             raise Unreadable("holds no text")
 
-    def _inner(self, stream: BinaryIO, name: str, note: Note) -> Iterator[TextPart]:
-        chosen = FORMATS.get(PurePosixPath(name).suffix.lower())
-        if chosen is None or not chosen.is_isolated:
-            yield from self._read(stream, Path(name), name, note)
-            return
-        with tempfile.TemporaryFile() as copy:  # the other process needs a descriptor
-            while block := stream.read(2**20):
-                copy.write(block)
-            copy.flush()
-            found = isolated.read(copy, chosen.function, self.text_column, note)
-            yield from self._or_as_it_stands(found, stream, chosen)
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name).suffix.lower()
 
 
-def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = no_note) -> Iterator[TextPart]:
+def call(function: str, stream: BinaryIO, text_column: str | None, note: Note = no_note) -> Parts:
     """Read with a function of data/readers, such as "pdf.read"."""
     module, name = function.split(".")
     reader = getattr(importlib.import_module(f".readers.{module}", __package__), name)
-    parts: Iterator[TextPart] = reader(stream, text_column, note) if module == "records" else reader(stream)
+    parts: Parts = reader(stream, text_column, note) if module == "records" else reader(stream)
     return parts
 
 
-def _own_parts(own: OwnReader, path: Path) -> Iterator[TextPart]:
+def _own_parts(own: OwnReader, path: Path) -> Parts:
     texts = own(path)
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise UserError(f"the reader for {path.suffix} gave {type(texts).__name__} for {path}; need a list of texts")

@@ -6,12 +6,11 @@ Without one, well-known markers are counted, because a tokenizer reads them as l
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from .documents import TextPart, Unreadable
+from .documents import Parts, TextPart, Unreadable
 from .tokenize import END_NAMES, END_OF_TEXT
 
 KEPT = "none"  # as a separator: nothing is cut, and markers are not reported
@@ -23,14 +22,17 @@ HELD = 2**16  # characters of white space that are held back until the next text
 LOOKED_AT = 2**22  # characters in which the first separator of a file is searched
 
 
-def unescaped(separator: str) -> str:
-    """A separator as it stands in text: a person writes a newline as a backslash and n, a tab as a backslash and t."""
-    return separator.replace("\\n", "\n").replace("\\t", "\t")
+def separator_text(given: str | None) -> str | None:
+    """The text to cut at, or None. A person writes a newline as a backslash and n, a tab as a backslash and t."""
+    return None if given is None or given == KEPT else given.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def cut_at(parts: Iterable[TextPart], separator: str, found: Counter[str] | None = None) -> Iterator[TextPart]:
+def cut_at(parts: Iterable[TextPart], separator: str | None, found: Counter[str] | None = None) -> Parts:
     """The same text, cut into documents wherever the separator stands in text that is learned. Separators are removed,
     with the newlines next to them, and so are documents without a word. `found` counts the separators."""
+    if separator is None:
+        yield from parts
+        return
     document = _Cutter(separator, Counter() if found is None else found)
     try:
         for part in parts:
@@ -55,7 +57,7 @@ class _Cutter:
         self.blank = ""  # white space at the beginning of the document
         self.waiting: TextPart | None = None
 
-    def take(self, part: TextPart) -> Iterator[TextPart]:
+    def take(self, part: TextPart) -> Parts:
         if part.learn:
             *before, rest = (self.held + part.text).split(self.separator)
             self.found[self.separator] += len(before)
@@ -70,7 +72,7 @@ class _Cutter:
         if part.ends:
             yield from self._end(at_separator=False)
 
-    def flush(self) -> Iterator[TextPart]:
+    def flush(self) -> Parts:
         """The rest of a file that ends in the middle of a document."""
         yield from self._write_held()
         if self.blank and not self.after_separator:
@@ -88,11 +90,11 @@ class _Cutter:
                 break
         return max(len(text[:at].rstrip("\n")), at - HELD)
 
-    def _write_held(self) -> Iterator[TextPart]:
+    def _write_held(self) -> Parts:
         held, self.held = self.held, ""
         yield from self._write(held, True)
 
-    def _write(self, text: str, learn: bool) -> Iterator[TextPart]:
+    def _write(self, text: str, learn: bool) -> Parts:
         if self.waiting is not None and not text:
             return
         if self.waiting is None and learn:
@@ -109,7 +111,7 @@ class _Cutter:
             yield self.waiting
         self.waiting = TextPart(text, learn, ends=False)
 
-    def _end(self, *, at_separator: bool) -> Iterator[TextPart]:
+    def _end(self, *, at_separator: bool) -> Parts:
         if self.waiting is not None:
             yield TextPart(self.waiting.text, self.waiting.learn)
         elif not at_separator and not self.after_separator:
@@ -117,13 +119,13 @@ class _Cutter:
         self._begin(after_separator=at_separator)
 
 
-def has_several(parts: Iterator[TextPart]) -> tuple[bool, Iterator[TextPart]]:
+def has_several(parts: Parts) -> tuple[bool, Parts]:
     """Whether a file has more than one document in its first LOOKED_AT characters; and its parts."""
     seen: list[TextPart] = []
     size = 0
     problem: list[Unreadable] = []
 
-    def all_parts() -> Iterator[TextPart]:
+    def all_parts() -> Parts:
         yield from seen
         if problem:
             raise problem[0]
@@ -142,7 +144,7 @@ def has_several(parts: Iterator[TextPart]) -> tuple[bool, Iterator[TextPart]]:
     return False, all_parts()
 
 
-def count_markers(parts: Iterable[TextPart], found: Counter[str]) -> Iterator[TextPart]:
+def count_markers(parts: Iterable[TextPart], found: Counter[str]) -> Parts:
     """The same parts. All well-known markers in them are counted, also those that lie across two parts."""
     before = ""  # of the same document: one character, and the text whose markers are not counted yet
     is_new = True
@@ -150,13 +152,9 @@ def count_markers(parts: Iterable[TextPart], found: Counter[str]) -> Iterator[Te
         text = before + part.text
         begin = 0 if is_new else 1
         end = len(text) if part.ends else max(begin, len(text) - REACH)
-        if _may_have(text):
+        if any(marker in text for marker in (END_OF_TEXT, *ALONE)):
             found.update(match[0] for match in MARKER.finditer(text, begin) if match.start() < end)
         is_new = part.ends or (is_new and end == 0)
         before = "" if part.ends else text[max(0, end - 1) :]
         yield part
     found.update(match[0] for match in MARKER.finditer(before, 0 if is_new else 1))
-
-
-def _may_have(text: str) -> bool:
-    return any(marker in text for marker in itertools.chain((END_OF_TEXT,), ALONE))

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +64,7 @@ class TokenLayout:
 
     def pack(self, tokens: Tokens, first_position: int, *, starts_document: bool, learn: bool = True) -> NDArray[Any]:
         """Tokens of one document from `first_position` on. All count as targets, or none; its first never does."""
-        positions = np.minimum(
-            np.arange(first_position, first_position + len(tokens), dtype=np.int64), self.max_position
-        )
+        positions = np.minimum(first_position + np.arange(len(tokens), dtype=np.int64), self.max_position)
         packed = tokens | (positions << self.token_bits) | (int(learn) << (self.token_bits + self.position_bits))
         if starts_document and len(packed):
             packed[0] = tokens[0]
@@ -107,10 +105,8 @@ class Shard(Settings):
 
     file: str = Field(pattern=r"^[a-z]+-[0-9]{5,}\.bin$")  # a plain name: an index must not lead out of its folder
     tokens: int = Field(ge=1)
-    # Of a file that another program wrote, to which there is a link: bytes before the first token, and when it was
-    # changed last, in nanoseconds.
-    offset: int = Field(0, ge=0)
-    modified: int | None = None
+    offset: int = Field(0, ge=0)  # bytes before the first token, if it is a link to a file of another program
+    modified: int | None = None  # when such a file was changed last, in nanoseconds
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -214,7 +210,7 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-class ShardWriter:
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """Writes one split, starting a new file whenever one is full. As a context, it closes its file after an error."""
 
     def __init__(self, folder: Path, split: str, layout: TokenLayout, shard_tokens: int, first: int = 0) -> None:
@@ -248,20 +244,14 @@ class ShardWriter:
         self._finish()
         return self.shards
 
-    def __enter__(self) -> ShardWriter:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
 class TokenStream:
-    """All tokens of a split as one long array. Files are read, not mapped into memory: when a mapped file becomes
-    shorter, the process is killed (SIGBUS).
-
-    Opening it checks that every file is the one that the index describes, by its size and a checksum. The checksum is
-    computed once and remembered (`files.is_intact`).
-    """
+    """All tokens of a split as one long array. Opening it checks the size and the checksum of every file; checksums are
+    computed once and remembered (`files.is_intact`). Files are read, not mapped into memory: when a mapped file becomes
+    shorter, the process is killed (SIGBUS)."""
 
     def __init__(self, folder: Path, split: str, index: Index | None = None) -> None:
         self.folder, self.split = folder, split
@@ -269,41 +259,39 @@ class TokenStream:
         self.layout = LAYOUTS[self.index.layout]
         self.counts = self.index.counts[split]
         self.shards = self.index.shards[split]
-        self._files = [(folder / shard.file, self._check_size(shard)) for shard in self.shards]
+        states = [self._check_size(shard) for shard in self.shards]
+        self._files = [(folder / shard.file, state.st_ino) for shard, state in zip(self.shards, states, strict=True)]
+        self._modified = [state.st_mtime_ns for state in states]  # of each file, when it had the right content
         self._check_content()
         self._opened = functools.lru_cache(MOST_OPEN)(_OpenFile)
         self._ends = [0, *itertools.accumulate(shard.tokens for shard in self.shards)]
 
-    def _check_size(self, shard: Shard) -> int:
-        """Check the size of a file. Returns its inode, which must stay the same."""
+    def _check_size(self, shard: Shard) -> os.stat_result:
+        """Check the size of a file. Its inode must stay the same, and its content."""
         path = self.folder / shard.file
         state = path.stat() if path.is_file() else None
         size = state.st_size if state else 0
         needed = self.index.bytes_of(shard)
         if state is None or size != needed:
             raise ShardError(f"{_name(path)} has {size} bytes, but the index says {needed}; prepare the data again")
-        return state.st_ino
+        return state
 
     def _check_content(self) -> None:
+        """Compute the checksums that are not remembered, in several threads."""
         shards = [shard for shard in self.shards if not was_intact(self.folder / shard.file, shard.sha256)]
-        total = sum(map(self.index.bytes_of, shards))
-        if total < SHOWN_BYTES:
-            self._check_all(shards, lambda _: None)
-        else:
-            with progress(f"checking the {self.split} shards, once", total, "MB", 1e6) as show:
-                self._check_all(shards, show)
+        total, turn = sum(map(self.index.bytes_of, shards)), threading.Lock()
+        shown: contextlib.AbstractContextManager[Callable[[float], None]] = contextlib.nullcontext(lambda _: None)
+        if total >= SHOWN_BYTES:
+            shown = progress(f"checking the {self.split} shards, once", total, "MB", 1e6)
 
-    def _check_all(self, shards: Sequence[Shard], show: Callable[[float], None]) -> None:
-        turn = threading.Lock()
+        def check(shard: Shard) -> bool:
+            return is_intact(self.folder / shard.file, self.index.bytes_of(shard), shard.sha256, advance=advance)
 
         def advance(amount: int) -> None:
             with turn:
                 show(amount)
 
-        def check(shard: Shard) -> bool:
-            return is_intact(self.folder / shard.file, self.index.bytes_of(shard), shard.sha256, advance=advance)
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="check") as pool:
+        with shown as show, ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="check") as pool:
             try:
                 for shard, is_right in zip(shards, pool.map(check, shards), strict=True):
                     if not is_right:
@@ -312,13 +300,10 @@ class TokenStream:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _changed(self, shard: Shard) -> ShardError:
-        path = _name(self.folder / shard.file)
+        why = "is not what was written: its checksum differs from the index's; put it back, or prepare the data again"
         if shard.modified is not None:  # another program's
-            return ShardError(f"{path} has changed since it was first read; put it back, or begin a new run on it")
-        return ShardError(
-            f"{path} is not what was written: its checksum differs from the index's; put it back, or prepare the data "
-            "again"
-        )
+            why = "has changed since it was first read; put it back, or begin a new run on it"
+        return ShardError(f"{_name(self.folder / shard.file)} {why}")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -352,6 +337,11 @@ class TokenStream:
                         "says; put it back, or prepare the data again"
                     )
                 place, left = place + count, left[count:]
+            modified = file.modified()
+            if modified != self._modified[number]:  # touched, perhaps, or written over
+                if not is_intact(path, self.index.bytes_of(shard), shard.sha256, again=True):
+                    raise self._changed(shard)
+                self._modified[number] = modified
         except OSError as error:
             raise ShardError(f"{_name(path)} cannot be read any more: {error.strerror}") from None
 
@@ -379,6 +369,9 @@ class _OpenFile:
         if os.fstat(self._descriptor).st_ino != inode:
             raise ShardError(f"{_name(path)} was replaced by another file while it was in use; start again")
         self._turn = threading.Lock()
+
+    def modified(self) -> int:
+        return os.fstat(self._descriptor).st_mtime_ns
 
     def read(self, place: int, out: memoryview) -> int:
         """Fill `out` from `place` on. Returns the number of bytes, which is 0 only at the end of the file."""

@@ -75,7 +75,7 @@ def _walk(root: Path, leave_out: str | None) -> Iterator[SourceFile | Skipped]:
 def _file(entry: os.DirEntry[str], root: Path) -> SourceFile | Skipped:
     path = Path(entry.path)
     if entry.is_file():
-        if entry.is_symlink() and not _is_inside(path, root):
+        if entry.is_symlink() and not is_inside(path, root):
             return Skipped(path, "a link that leads out of the folder")
         return _entry(path, path.relative_to(root).as_posix())
     if not entry.is_symlink():
@@ -100,7 +100,7 @@ def own_folder(folder: Path) -> str | None:
     return None
 
 
-def _is_inside(path: Path, root: Path) -> bool:
+def is_inside(path: Path, root: Path) -> bool:
     return os.path.realpath(path).startswith(os.path.realpath(root) + os.sep)
 
 

@@ -23,22 +23,24 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from .. import __version__
 from ..files import UserError, checksum, read_json, sync, write_json
 from .cleaning import COPY, Cleaning, Prints
 from .datasets import Slice
-from .documents import TextPart, Unreadable
+from .documents import Parts, Unreadable
 from .holding_out import FEW, SplitPiece, Survey, documents_of, limit_of, split_pieces
 from .readers.packed import is_packed
 from .reading import Reading, Unit
 from .separators import count_markers, cut_at, has_several
 from .shards import LAYOUTS, SPLITS, ShardWriter, SplitCounts, TokenLayout
 from .sources import Skipped
-from .tokenize import Encoder, encode_all, end_of
+from .tokenize import Encoded, Encoder, encode_all, end_of
 
 READERS = 2  # version of the readers: raise it when they give other text, so that older work is not used again
 TASK_BYTES = 2**26  # of files
 MOST_FILES = 4096
 MOST_LISTED = 1000  # skipped places inside the files of a task that are listed; all are counted
+COPY_TOKENS = 2**20  # at once
 USUAL_RATIO = 4  # of text to its compressed size, for progress bars
 REPORT, DONE = "task.json", "done.json"  # done.json has the checksums of the other files
 Advance = Callable[[int], None]  # called with the number of bytes that were read
@@ -69,19 +71,19 @@ class Source:
 
     def by_block(self, file: Unit, reading: Reading, val_fraction: float) -> bool:
         """Whether blocks of a file are held out, not whole documents."""
-        return self.has_few(val_fraction) and not reading.has_records(file)
+        return self.has_few(val_fraction) and not reading.format_of(file).has_records
 
     def survey(self, reading: Reading, separator: str | None) -> int:
         """The bytes of text in a source, or about as many. A small source is read, to know what it would hold out."""
         if self.num_bytes > SMALL_BYTES:
             return self.num_bytes
         for file in self.files:
-            parts = reading.parts(file) if separator is None else cut_at(reading.parts(file), separator)
+            parts = cut_at(reading.parts(file), separator)
             survey, is_cut = Survey(), False
             with contextlib.suppress(Unreadable):
                 if separator is not None:
                     is_cut, parts = has_several(parts)
-                survey.add(parts, file.name, has_records=reading.has_records(file))
+                survey.add(parts, file.name, has_records=reading.format_of(file).has_records)
             self.surveys.append((file, survey, is_cut))
         return sum(survey.num_bytes for _, survey, _ in self.surveys)
 
@@ -100,20 +102,18 @@ class Source:
 class TaskSettings:
     """All that the tokens of a task depend on, besides its files."""
 
-    version: str
     tokenizer: str  # as JSON
     layout: str
     val_fraction: float
     reading: Reading
-    cleaning: Cleaning = field(default_factory=Cleaning)
-    separator: str | None = None
-    readers: Mapping[str, str] = field(default_factory=dict)  # by suffix: the key of a person's own reader
+    cleaning: Cleaning
+    separator: str | None
 
     @property
     def digest(self) -> str:
-        text = [self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.readers]
+        text = [self.tokenizer, self.layout, self.val_fraction, self.reading.text_column, self.reading.own_keys]
         separator = [] if self.separator is None else [self.separator]
-        known = [self.version, READERS, *text, self.cleaning.known, *separator]
+        known = [__version__, READERS, *text, self.cleaning.known, *separator]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
@@ -143,7 +143,7 @@ class Task:
         """All text of its files. `advance` is called with the bytes of files that were read, or about as many."""
         reading, number = settings.reading, itertools.count()
 
-        def choose(document: Iterator[TextPart]) -> Iterator[TextPart] | None:
+        def choose(document: Parts) -> Parts | None:
             reason, document = settings.cleaning.judge(document)
             reason = COPY if next(number) in self.copies else reason
             if reason is not None:
@@ -152,15 +152,14 @@ class Task:
             return document
 
         for file, found in reading.parts_of_all(self.files, workers, report.note):
-            parts = report.unreadable(file, found)
+            parts, cuts = report.unreadable(file, found), Counter[str]()
             by_block = self.source.by_block(file, reading, settings.val_fraction)
-            if settings.separator is not None:
-                parts = cut_at(parts, settings.separator, report.separators)
-                if by_block:
-                    is_cut, parts = has_several(parts)
-                    by_block = not is_cut
-            report.by_block = report.by_block or by_block
-            parts, has_records = report.count_markers(file, parts), reading.has_records(file)
+            parts = cut_at(parts, settings.separator, cuts)
+            if by_block and settings.separator is not None:
+                is_cut, parts = has_several(parts)
+                by_block = not is_cut
+            report.by_block |= by_block
+            parts, has_records = report.count_markers(file, parts), reading.format_of(file).has_records
             left = file.size
             for piece, data in split_pieces(
                 parts, file.name, self.source.limit, by_block=by_block, has_records=has_records, choose=choose
@@ -169,17 +168,15 @@ class Task:
                 read = min(left, len(data) // (USUAL_RATIO if is_packed(file.name) else 1))
                 left -= read
                 advance(read)
+            report.separators += cuts.total()
             if not (isinstance(file, Slice) and file.is_guessed):
                 advance(left)
 
     def fingerprints(self, settings: TaskSettings, workers: int, advance: Advance) -> Prints:
         """The fingerprints of all its documents; zeros for a document that is left out anyway."""
-        found, report = [], TaskReport(self, settings.reading)
+        found, report = [], TaskReport(task=self)
         for file, parts in settings.reading.parts_of_all(self.files, workers):
-            parts = report.unreadable(file, parts)
-            if settings.separator is not None:
-                parts = cut_at(parts, settings.separator)
-            for document in documents_of(parts):
+            for document in documents_of(cut_at(report.unreadable(file, parts), settings.separator)):
                 reason, judged = settings.cleaning.judge(document)
                 found.append(settings.cleaning.fingerprint(judged) if reason is None else None)
             advance(file.size)
@@ -189,18 +186,43 @@ class Task:
 
 
 @dataclass
-class TaskReport:
-    """What was found in the files of a task, besides their tokens."""
+class Findings:
+    """What was found in the files of a task, or of all tasks of a source, besides their tokens."""
 
-    task: Task
-    reading: Reading
-    strict: bool = False
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: {split: Counter() for split in SPLITS})
     skipped: list[list[str]] = field(default_factory=list)  # files: name, reason
     inside: list[list[str]] = field(default_factory=list)  # places inside files: name, reason
     notes: Counter[str] = field(default_factory=Counter)  # reasons why something inside files was skipped
-    separators: Counter[str] = field(default_factory=Counter)  # at which text was cut
-    markers: dict[str, Counter[str]] = field(default_factory=dict)  # that were read as text, by file
+    kinds: Counter[str] = field(default_factory=Counter)  # of files
+    separators: int = 0  # at which text was cut
+    markers: dict[str, dict[str, Any]] = field(default_factory=dict)  # read as text: count, files, first file
     by_block: bool = False  # whether any file was held out by blocks
+
+    def add(self, task: Mapping[str, Any]) -> None:
+        """Add what a task has found, from its task.json."""
+        for split, counts in self.counts.items():
+            counts.update(task["counts"][split])
+        self.skipped += task["skipped"]
+        self.inside += task["inside"]
+        self.notes.update(task["notes"])
+        self.kinds.update(task["kinds"])
+        self.separators += task.get("separators", 0)
+        for marker, found in task.get("markers", {}).items():
+            self.add_marker(marker, **found)
+        self.by_block |= task.get("by_block", False)
+
+    def add_marker(self, marker: str, first: str, count: int, files: int = 1) -> None:
+        known = self.markers.setdefault(marker, {"count": 0, "files": 0, "first": first})
+        known["count"] += count
+        known["files"] += files
+
+
+@dataclass(kw_only=True)
+class TaskReport(Findings):
+    """What is found in the files of a task while they are read."""
+
+    task: Task
+    strict: bool = False
 
     def skip(self, file: Unit, reason: str) -> None:
         if self.strict:
@@ -214,7 +236,7 @@ class TaskReport:
         if place and len(self.inside) < MOST_LISTED:
             self.inside.append([place, reason])
 
-    def unreadable(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    def unreadable(self, file: Unit, parts: Parts) -> Parts:
         """The parts of a file up to where it cannot be read, which is reported."""
         found = False
         try:
@@ -229,26 +251,23 @@ class TaskReport:
             else:
                 self.skip(file, str(reason))
 
-    def count_markers(self, file: Unit, parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    def count_markers(self, file: Unit, parts: Parts) -> Parts:
         found = Counter[str]()
         yield from count_markers(parts, found)
         for marker, count in found.items():
-            self.markers.setdefault(marker, Counter())[file.name] += count
+            self.add_marker(marker, file.name, count)
 
-    def to_json(self, counts: dict[str, SplitCounts]) -> dict[str, Any]:
+    def to_json(self, reading: Reading) -> dict[str, Any]:
         skipped = {name for name, _ in self.skipped}
-        kinds = Counter(self.reading.kind_of(file) for file in self.task.files if file.name not in skipped)
+        kinds = Counter(reading.format_of(file).kind for file in self.task.files if file.name not in skipped)
         return {
-            "counts": {split: count.model_dump() for split, count in counts.items()},
+            "counts": {split: SplitCounts(**count).model_dump() for split, count in self.counts.items()},
             "skipped": self.skipped,
             "inside": self.inside,
             "notes": dict(sorted(self.notes.items())),
             "kinds": dict(sorted(kinds.items())),
-            "separators": self.separators.total(),
-            "markers": {
-                marker: {"count": files.total(), "files": len(files), "first": next(iter(files))}
-                for marker, files in sorted(self.markers.items())
-            },
+            "separators": self.separators,
+            "markers": dict(sorted(self.markers.items())),
             "by_block": self.by_block,
         }
 
@@ -275,12 +294,14 @@ def run_task(
     task: Task, settings: TaskSettings, tokenizer: Tokenizer, folder: Path, workers: int, strict: bool, advance: Advance
 ) -> None:
     """Write a task's tokens and counts to `folder`, which appears only when it is complete."""
-    report = TaskReport(task, settings.reading, strict)
+    report = TaskReport(task=task, strict=strict)
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         pieces = task.pieces(settings, report, advance, workers)
-        counts = _write(pieces, tokenizer, LAYOUTS[settings.layout], beside, workers)
-        write_json(beside / REPORT, report.to_json(counts))
+        _write(
+            encode_all(Encoder(tokenizer), pieces, workers), end_of(tokenizer), LAYOUTS[settings.layout], beside, report
+        )
+        write_json(beside / REPORT, report.to_json(settings.reading))
         write_json(beside / DONE, {path.name: checksum(path) for path in sorted(beside.iterdir())})
         for path in (*beside.iterdir(), beside):
             sync(path)
@@ -306,15 +327,13 @@ def is_done(folder: Path) -> bool:
 
 
 def _write(
-    found: Iterable[tuple[SplitPiece, bytes]], tokenizer: Tokenizer, layout: TokenLayout, folder: Path, workers: int
-) -> dict[str, SplitCounts]:
-    end = end_of(tokenizer)
-    counts = {split: Counter[str]() for split in SPLITS}
+    pieces: Iterable[tuple[SplitPiece, Encoded]], end: int, layout: TokenLayout, folder: Path, report: TaskReport
+) -> None:
     position = 0
     with contextlib.ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
-        for piece, encoded in encode_all(Encoder(tokenizer), found, workers):
-            count = counts[piece.split]
+        for piece, encoded in pieces:
+            count = report.counts[piece.split]
             if piece.starts:
                 position = 0
             tokens = encoded.tokens
@@ -330,49 +349,15 @@ def _write(
                 position += len(tokens)
             count["bytes"] += encoded.num_bytes
             count["words"] += encoded.num_words
-    return {split: SplitCounts(**count) for split, count in counts.items()}
 
 
-@dataclass
-class Merged:
-    """The results of all tasks of a source."""
-
-    counts: dict[str, Counter[str]] = field(default_factory=lambda: {split: Counter() for split in SPLITS})
-    kinds: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    skipped: list[list[str]] = field(default_factory=list)
-    inside: list[list[str]] = field(default_factory=list)  # skipped places inside files
-    separators: int = 0  # at which text was cut
-    markers: dict[str, dict[str, Any]] = field(default_factory=dict)  # read as text: how often, in how many files
-    by_block: bool = False
-
-    def add_markers(self, found: dict[str, dict[str, Any]]) -> None:
-        for marker, counts in found.items():
-            known = self.markers.setdefault(marker, {"count": 0, "files": 0, "first": counts["first"]})
-            known["count"] += counts["count"]
-            known["files"] += counts["files"]
-
-
-def merge_tasks(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Merged]:
-    """Put the tokens of all tasks together, in order. Returns the results of each source, by its name."""
-    sources: dict[str, Merged] = {}
+def merge_tasks(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Findings]:
+    """Put the tokens of all tasks together, in order. Returns what was found in each source, by its name."""
+    sources: dict[str, Findings] = {}
     for task, folder in zip(tasks, folders, strict=True):
-        merged = sources.setdefault(task.source.name, Merged())
-        report: dict[str, Any] = read_json(folder / REPORT)
         for split, writer in writers.items():
-            _copy(folder / f"{split}.bin", writer)
-            merged.counts[split].update(report["counts"][split])
-        merged.kinds.update(report["kinds"])
-        merged.notes.update(report["notes"])
-        merged.skipped += report["skipped"]
-        merged.inside += report["inside"]
-        merged.separators += report.get("separators", 0)
-        merged.add_markers(report.get("markers", {}))
-        merged.by_block = merged.by_block or report.get("by_block", False)
+            with (folder / f"{split}.bin").open("rb") as stream:
+                while data := stream.read(COPY_TOKENS * writer.layout.dtype.itemsize):
+                    writer.write(np.frombuffer(data, writer.layout.dtype))
+        sources.setdefault(task.source.name, Findings()).add(read_json(folder / REPORT))
     return sources
-
-
-def _copy(path: Path, writer: ShardWriter, block_tokens: int = 2**20) -> None:
-    with path.open("rb") as stream:
-        while data := stream.read(block_tokens * writer.layout.dtype.itemsize):
-            writer.write(np.frombuffer(data, writer.layout.dtype))

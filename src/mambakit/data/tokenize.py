@@ -93,14 +93,18 @@ def _from_hub(name: str) -> Tokenizer:
 
 def bytes_tokenizer() -> Tokenizer:
     """Each byte is a token with its own value as id; 256 ends a text."""
-    alphabet = _byte_characters()
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
-    return _byte_level(tokenizer, use_regex=False)
+    # Byte-level tokenizers write each byte as a printable character: itself, or one from 256 on.
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]), use_regex=False)
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return tokenizer
 
 
 def train_tokenizer(text: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of `vocab_size` ids, fewer where the text has not that many pairs."""
-    tokenizer = _byte_level(Tokenizer(models.BPE()), use_regex=True)
+    tokenizer = _byte_level(models.BPE(), use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -148,27 +152,17 @@ def _in_words(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def _byte_level(tokenizer: Tokenizer, *, use_regex: bool) -> Tokenizer:
+def _byte_level(model: models.Model, *, use_regex: bool) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
-    if not use_regex:
-        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The printable character for each byte in byte-level tokenizers: itself, or one from 256 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def end_token(tokenizer: Tokenizer) -> int | None:
     """The id of the token that ends a text."""
-    for name in END_NAMES:
-        if (found := tokenizer.token_to_id(name)) is not None:
-            return int(found)
-    return None
+    found = (tokenizer.token_to_id(name) for name in END_NAMES)
+    return next((int(token) for token in found if token is not None), None)
 
 
 def end_of(tokenizer: Tokenizer) -> int:

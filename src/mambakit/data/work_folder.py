@@ -37,16 +37,16 @@ def work_folder(out: Path, *, is_shared: bool = False) -> Iterator[Path]:
 
 def _lock(work: Path, held: contextlib.ExitStack, is_shared: bool) -> None:
     """Make the folder and lock it. Wait while another process has the lock."""
-    is_told = False
+    has_said = False
     while True:
         try:
             work.mkdir(parents=True, exist_ok=True)
             held.enter_context(lock(work / ".lock", is_shared=is_shared))
             return
         except LockedError as other:
-            if not is_told:
+            if not has_said:
                 say(f"{other} prepares the same; waiting for it")
-                is_told = True
+                has_said = True
             time.sleep(0.1)
         except FileNotFoundError:
             continue  # the process that had the lock has just removed the folder
@@ -55,7 +55,7 @@ def _lock(work: Path, held: contextlib.ExitStack, is_shared: bool) -> None:
 
 
 def remove(work: Path) -> None:
-    """Remove the folder; the caller holds its lock. The lock goes last: the next process starts when it is gone."""
+    """Remove the folder; the caller holds its lock. The lock is removed last: then the next process starts."""
     for path in work.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from ..checkpoint import CheckpointError, huggingface, load, native, state_spaces
 from ..checkpoint.files import check_fit, read_json, read_shapes
-from ..checkpoint.loading import read_config
+from ..checkpoint.loading import read_model_config
 from ..data.lanes import document_ranges, lanes
 from ..data.shards import TOKENIZER
 from ..data.tokenize import open_tokenizer, same_tokenizer
@@ -24,7 +24,7 @@ from ..device import autocast
 from ..files import UserError, pip_command
 from ..model import MambaLM
 from ..progress import progress
-from .scoring import Result, Score, score
+from .scoring import ModelResult, Score, score
 from .text import EvaluatedText, check_ids, encode_again
 
 LENGTH = 1024  # of a batch
@@ -34,9 +34,8 @@ GZIP = "gzip"
 
 def evaluate_model(
     name: str, model: MambaLM, text: EvaluatedText, dtype: torch.dtype, rows: int, window: int | None
-) -> Result:
-    total = int(sum(end - begin for begin, end in text.ranges))
-    with progress(f"evaluating {name}", total, "tokens") as advance:
+) -> ModelResult:
+    with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
         batches = lanes(text.stream, text.ranges, rows, LENGTH, window)
         found = score(model, batches, dtype=dtype, after_batch=advance)
     return text.result(name, found, window)
@@ -44,7 +43,7 @@ def evaluate_model(
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something to stand beside the model: gzip, or a folder that has all that its model needs."""
+    """What the model is compared with: gzip, or a folder that has all that its model needs."""
 
     name: str
     folder: Path = Path()
@@ -54,7 +53,7 @@ class Baseline:
 
 
 def open_baseline(name: str) -> Baseline:
-    """All that can be wrong with a baseline is told before anything is evaluated. Its weights are not read yet."""
+    """Open a baseline without its weights. Its problems are reported before anything is evaluated."""
     if name == GZIP:
         return Baseline(name)
     if not Path(name).exists() and difflib.get_close_matches(name.lower(), [GZIP], cutoff=0.7):
@@ -73,7 +72,7 @@ def _open_folder(name: str, folder: Path) -> Baseline:
     shapes = read_shapes(folder)
     num_ids = None
     if is_mamba:
-        config = read_config(folder)
+        config = read_model_config(folder)
         check_fit(config, {huggingface.our_name(part): shape for part, shape in shapes.items()}, folder)
         num_ids = config.padded_vocab_size
     else:
@@ -100,7 +99,9 @@ def in_tokens_of(baseline: Baseline, text: EvaluatedText, stack: ExitStack) -> E
         else:
             stream = encode_again(text, baseline.tokenizer, stack)
         _check_bytes(baseline.name, stream.counts.bytes, text.all_bytes)
-        same = EvaluatedText(stream, document_ranges(stream), baseline.tokenizer).same_as(text)
+        same = EvaluatedText(stream, document_ranges(stream), baseline.tokenizer)
+        # Figures are of the same bytes and words.
+        same.all_bytes, same.num_bytes, same.num_words = text.all_bytes, text.num_bytes, text.num_words
     if baseline.num_ids is not None:
         check_ids(baseline.name, same.stream, baseline.num_ids)
     return same
@@ -116,7 +117,7 @@ def _check_bytes(name: str, given: int, measured: int) -> None:
 
 def evaluate_baseline(
     baseline: Baseline, text: EvaluatedText, device: torch.device, dtype: torch.dtype, rows: int, window: int | None
-) -> Result:
+) -> ModelResult:
     if baseline.tokenizer is None:
         return _evaluate_gzip(text)
     if not baseline.is_mamba:
@@ -124,7 +125,7 @@ def evaluate_baseline(
     return evaluate_model(baseline.name, load(baseline.folder).model.to(device), text, dtype, rows, None)
 
 
-def _evaluate_gzip(text: EvaluatedText) -> Result:
+def _evaluate_gzip(text: EvaluatedText) -> ModelResult:
     """All documents one after another, as one stream: `cat FILES | gzip -9`."""
     if text.sources and text.is_learned and text.why_not_exact is not None:
         parts: Iterable[str] = text.sources.documents()
@@ -138,7 +139,7 @@ def _evaluate_gzip(text: EvaluatedText) -> Result:
         packed += len(stream.compress(data))
     packed += len(stream.flush())
     _check_bytes(GZIP, given, text.num_bytes)
-    return Result(
+    return ModelResult(
         model="gzip -9, one stream",
         bits_per_byte=8 * packed / max(1, text.num_bytes),
         documents=len(text.ranges),
@@ -204,7 +205,7 @@ def _open_foreign(name: str, folder: Path) -> Any:
 
 def _evaluate_foreign(
     name: str, folder: Path, text: EvaluatedText, device: torch.device, dtype: torch.dtype, window: int | None
-) -> Result:
+) -> ModelResult:
     """A model that is not a Mamba, through transformers, in windows of the context it was made for."""
     model = _open_foreign(name, folder)
     model.to(device).eval()
@@ -213,8 +214,7 @@ def _evaluate_foreign(
         window or BASELINE_CONTEXT, getattr(model.config, "max_position_embeddings", None) or BASELINE_CONTEXT
     )
     loss_sum, targets = 0.0, 0
-    total = int(sum(end - begin for begin, end in text.ranges))
-    with progress(f"evaluating {name}", total, "tokens") as advance:
+    with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
         for begin, end in text.ranges:
             for at in range(begin, end - 1, context):
                 packed = text.stream.read(at, min(end, at + context + 1))

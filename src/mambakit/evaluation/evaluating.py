@@ -27,7 +27,7 @@ from ..generate import generate_text, whole_texts
 from ..model import MambaLM
 from ..progress import say
 from .baselines import evaluate_baseline, evaluate_model, in_tokens_of, open_baseline
-from .scoring import Result
+from .scoring import ModelResult
 from .text import EvaluatedText, Sources, check_ids, open_text
 
 ROWS = 8  # of a batch
@@ -44,7 +44,7 @@ class Evaluation:
     data: list[str]
     split: str
     max_tokens: int | None  # of the data; None for all of it
-    results: list[Result]
+    results: list[ModelResult]
     samples: list[dict[str, str]]
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def evaluate(
     tokenizer = whole_texts(loaded.tokenizer)
     network = loaded.model.to(place)
     with ExitStack() as stack:
-        sources = Sources(data, text_column, separator)
+        sources = Sources(data, {"text_column": text_column, "separator": separator})
         text = open_text(sources, split, tokenizer, folder, stack, max_tokens)
         check_ids(str(folder), text.stream, network.config.padded_vocab_size)
         texts = [in_tokens_of(baseline, text, stack) for baseline in opened]
@@ -130,8 +130,7 @@ def _check_arguments(
 
 
 def keep_in_run(model: Path, evaluation: Evaluation) -> None:
-    """Note an evaluation in the run it is of, or of whose checkpoint, for the run's report. A folder that is neither is
-    left as it is."""
+    """Note an evaluation of a run, or of its checkpoint, in the run for its report. Other folders stay as they are."""
     above = model.absolute().parent.parent
     if model.absolute() in native.checkpoints(above):
         run = above

@@ -60,7 +60,7 @@ def score(
 
 
 @dataclass(frozen=True)
-class Result:
+class ModelResult:
     """What one model reaches on a text."""
 
     model: str

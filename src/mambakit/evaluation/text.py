@@ -10,23 +10,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ..checkpoint import CheckpointError
-from ..data.foreign import adopt, is_tokens
+from ..data.foreign import import_tokens, is_tokens
 from ..data.lanes import Range, document_ranges
 from ..data.prepare import SHARD_TOKENS, documents, prepare, write_index
 from ..data.shards import LAYOUTS, TOKENIZER, ShardWriter, SplitCounts, TokenStream, is_shards, read_tokenizer
 from ..data.tokenize import Encoder, end_of, same_tokenizer, vocab_size
 from ..files import UserError
 from ..progress import progress, say
-from .scoring import Result, Score
+from .scoring import ModelResult, Score
 
 BLOCK = 2**20  # tokens that are looked at in one go
-LARGEST_EXPONENT = 700.0  # a perplexity beyond exp(700) is none that can be written
-LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not give back the text that it was given
+LARGEST_EXPONENT = 700.0  # exp of more would overflow
+LETTERS = "Aa Éé ﬁ"  # a tokenizer that changes these does not decode to its input
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,22 @@ class Sources:
     """Where text is, and how it is read."""
 
     names: list[str]
-    text_column: str | None
-    separator: str | None
+    options: dict[str, Any]  # text_column and separator, as for `prepare`
 
     def tokenized(self, tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-")))
-        tokenizer.save(str(folder / "given.json"))
-        prepare(
-            self.names, folder / "shards", tokenizer=str(folder / "given.json"), val_fraction=0,
-            text_column=self.text_column, separator=self.separator,
-        )  # fmt: skip
+        given = str(folder / "given.json")
+        tokenizer.save(given)
+        prepare(self.names, folder / "shards", tokenizer=given, val_fraction=0, **self.options)
         return TokenStream(folder / "shards", "train")
 
     def documents(self) -> Iterator[str]:
-        found = documents(self.names, text_column=self.text_column, separator=self.separator)
-        return (document for _, document in found)
+        return (document for _, document in documents(self.names, **self.options))
 
     def check_unused(self) -> None:
-        """Tokens are as they are, however text would be read."""
-        for name in ("text_column", "separator"):
-            if getattr(self, name) is not None:
+        """These options have no effect on tokens."""
+        for name, value in self.options.items():
+            if value is not None:
                 raise UserError(f"{name} says how text is read, but {self.names[0]} holds tokens; leave it out")
 
 
@@ -74,24 +71,30 @@ class EvaluatedText:
         """`sources` is where the text was read that all of the stream was made of, if it was."""
         self.stream, self.ranges, self.tokenizer = stream, ranges, tokenizer
         counts = stream.counts
-        self.is_whole = sum(end - begin for begin, end in ranges) == len(stream)
+        self.num_tokens = int(sum(end - begin for begin, end in ranges))
+        self.is_whole = self.num_tokens == len(stream)
         self.sources = sources if self.is_whole else None
         self.is_learned = counts.targets == counts.tokens - counts.documents  # all of it
         # Bytes of all of it; bytes, words and first tokens of what is learned, which is what figures are of.
         self.all_bytes = self.num_bytes = counts.bytes
         self.num_words, self.num_firsts = counts.words, len(ranges)
         if not (self.is_whole and self.is_learned and counts.bytes):
-            self._count()
+            found = self._decoded
+            self.all_bytes, self.num_bytes = found["bytes"], found["learned bytes"]
+            self.num_words, self.num_firsts = found["learned words"], found["learned firsts"]
 
-    def _count(self) -> None:
-        self.all_bytes = self.num_bytes = self.num_words = self.num_firsts = 0
+    @cached_property
+    def _decoded(self) -> Counter[str]:
+        """The size of what the tokens decode to, and of the parts of it that are learned."""
+        found = Counter[str]()
         for document in self.documents():
-            self.num_firsts += document.parts[0][0] if document.parts else 1
+            found["learned firsts"] += document.parts[0][0] if document.parts else 1
             for is_learned, part in document.parts:
-                self.all_bytes += len(part.encode())
+                sizes = {"bytes": len(part.encode()), "words": len(part.split())}
+                found.update(sizes)
                 if is_learned:
-                    self.num_bytes += len(part.encode())
-                    self.num_words += len(part.split())
+                    found.update({f"learned {name}": size for name, size in sizes.items()})
+        return found
 
     def documents(self) -> Iterator[Document]:
         """What the tokens decode to."""
@@ -120,11 +123,7 @@ class EvaluatedText:
             return "the model's tokenizer changes letters before it reads them"
         counts = self.stream.counts
         if self.is_whole and counts.bytes:
-            num_bytes = num_words = 0
-            for document in self.documents():
-                for _, part in document.parts:
-                    num_bytes += len(part.encode())
-                    num_words += len(part.split())
+            num_bytes, num_words = self._decoded["bytes"], self._decoded["words"]
             if (num_bytes, num_words) != (counts.bytes, counts.words):
                 return (
                     f"the model's tokenizer loses some of it: the tokens decode to {num_bytes:,} bytes and "
@@ -132,19 +131,14 @@ class EvaluatedText:
                 )
         return None
 
-    def same_as(self, other: EvaluatedText) -> EvaluatedText:
-        """This text, which is the other one in other tokens: its figures are of the same bytes and words."""
-        self.all_bytes, self.num_bytes, self.num_words = other.all_bytes, other.num_bytes, other.num_words
-        return self
-
-    def result(self, name: str, found: Score, window: int | None) -> Result:
+    def result(self, name: str, found: Score, window: int | None) -> ModelResult:
         if found.targets == 0:
             raise UserError("the text has no token to predict: its documents have one token each")
         if not math.isfinite(found.loss_sum):
             raise UserError(f"the loss of {name} is {found.loss_sum}: its weights are not finite, or overflow")
         nats = found.loss_sum + self.num_firsts * math.log(self.stream.index.vocab_size)
         per_word = nats / self.num_words if self.num_words else None
-        return Result(
+        return ModelResult(
             model=name,
             loss=found.loss,
             perplexity=math.exp(found.loss) if found.loss < LARGEST_EXPONENT else None,
@@ -169,7 +163,13 @@ def open_text(
         return EvaluatedText(stream, _ranges(stream, folder, split, max_tokens), tokenizer, sources)
     sources.check_unused()
     if has_tokens:
-        stream = _adopted(paths, tokenizer, model, stack)
+        given = model / TOKENIZER
+        if not given.is_file():
+            given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-"))) / TOKENIZER
+            tokenizer.save(str(given))
+        stream = TokenStream(
+            import_tokens(paths, str(given), split="train"), "train"
+        )  # all of them, whatever their names
     else:
         if len(paths) > 1:
             raise UserError("--data names a folder of shards and more; name one such folder, or text alone")
@@ -192,22 +192,13 @@ def _ranges(stream: TokenStream, folder: Path, split: str, max_tokens: int | Non
 
 
 def check_ids(name: str, stream: TokenStream, num_ids: int) -> None:
-    """A GPU would not say which token it was."""
+    """Checked before the model runs: an error on a GPU would not name the token."""
     for begin in range(0, len(stream), BLOCK):
         largest = int(stream.layout.tokens(stream.read(begin, begin + BLOCK)).max())
         if largest >= num_ids:
             raise CheckpointError(
                 f"{name} has {num_ids} tokens, but its tokenizer.json gives number {largest}: they are not of one model"
             )
-
-
-def _adopted(files: list[Path], tokenizer: Tokenizer, model: Path, stack: ExitStack) -> TokenStream:
-    """All of some files of tokens, whatever they are called."""
-    given = model / TOKENIZER
-    if not given.is_file():
-        given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mambakit-"))) / TOKENIZER
-        tokenizer.save(str(given))
-    return TokenStream(adopt(files, str(given), split="train"), "train")
 
 
 def encode_again(text: EvaluatedText, tokenizer: Tokenizer, stack: ExitStack) -> TokenStream:

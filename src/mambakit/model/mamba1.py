@@ -66,15 +66,14 @@ class Mamba1(KeepsFp32):
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
-        x, x_again, gate, conv_state = self.conv_split(
-            projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
-            doc_ids=doc_ids, initial_state=state["conv"] if state else None,
-        )  # fmt: skip  # x (B, L, D)
+        conv_before, ssm_before = (state["conv"], state["ssm"]) if state else (None, None)
+        x, x_again, gate, conv_state = self.conv_split(  # x (B, L, D)
+            projected, self.conv1d.weight.squeeze(1), self.conv1d.bias, doc_ids=doc_ids, initial_state=conv_before
+        )
         dt, B, C = self._select(x_again, recipes)
         y, ssm_state = self.scan_split(
-            x, dt, self._A(), B, C, self.D, gate, self.dt_proj.bias,
-            doc_ids=doc_ids, initial_state=state["ssm"] if state else None,
-        )  # fmt: skip
+            x, dt, self._A(), B, C, self.D, gate, self.dt_proj.bias, doc_ids=doc_ids, initial_state=ssm_before
+        )
         return self.out_proj(y), {"conv": conv_state, "ssm": ssm_state}
 
     def step(self, hidden: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:

@@ -9,17 +9,25 @@ activation is recomputed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch
-from .autograd import empty_gradients, gradients, only_given
+from . import dispatch, operators
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
 WIDEST_ON_GPU = 16  # taps
+
+
+class ConvInputs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    doc_ids: Tensor | None
+    initial_state: Tensor | None
+    silu: bool
 
 
 def causal_conv1d(
@@ -32,8 +40,9 @@ def causal_conv1d(
     activation: str | None = "silu",
 ) -> tuple[Tensor, Tensor]:
     """The convolution over whole rows: (y (B, L, D), final state (B, W-1, D)), both in x's dtype."""
-    silu = check_conv(x, weight, bias, doc_ids, initial_state, activation)
-    y, final_state = dispatch.call("causal_conv1d", x, weight, bias, doc_ids, initial_state, silu)
+    inputs = ConvInputs(x, weight, bias, doc_ids, initial_state, activation == "silu")
+    check_conv(inputs, activation)
+    y, final_state = dispatch.call("causal_conv1d", *inputs)
     return y, final_state
 
 
@@ -53,13 +62,12 @@ def causal_conv1d_split(
     memory for that of xz, in which it writes the first D channels: no sum of gradients and no copy is made.
     """
     x, z = _split(xz, weight.shape[0])
-    silu = check_conv(x, weight, bias, doc_ids, initial_state, activation)
+    inputs = ConvInputs(x, weight, bias, doc_ids, initial_state, activation == "silu")
+    check_conv(inputs, activation)
     is_eager = not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if is_eager and dispatch.pick("causal_conv1d", x, weight) == "cuda":
-        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ConvSplit.apply(  # type: ignore[no-untyped-call]
-            xz, weight, bias, doc_ids, initial_state, silu
-        )
-        return outputs
+    if is_eager and dispatch.pick("causal_conv1d", *inputs) == "cuda":
+        y, again, z, final_state = _ConvSplit.apply(xz, *inputs[1:])  # type: ignore[no-untyped-call]
+        return y, again, z, final_state
     y, final_state = causal_conv1d(x, weight, bias, doc_ids=doc_ids, initial_state=initial_state, activation=activation)
     return y, y, z, final_state
 
@@ -73,15 +81,12 @@ class _ConvSplit(torch.autograd.Function):
     """`causal_conv1d_split` on a GPU. Not an operator of torch.library, since its outputs share memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-        silu: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(ctx: Any, xz: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, _ = _split(xz, weight.shape[0])
-        y, final_state = _conv(x, weight, bias, doc_ids, initial_state, silu)
-        ctx.silu = silu
+        y, final_state = _conv(x, weight, *rest)
+        *tensors, ctx.silu = rest
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(xz, weight, bias, doc_ids, initial_state)
+        ctx.save_for_backward(xz, weight, *tensors)
         return y, y.detach(), xz.view_as(xz), final_state
 
     @staticmethod
@@ -93,28 +98,23 @@ class _ConvSplit(torch.autograd.Function):
 
         xz, weight, bias, doc_ids, initial_state = ctx.saved_tensors
         x, _ = _split(xz, weight.shape[0])
+        inputs = ConvInputs(x, weight, bias, doc_ids, initial_state, ctx.silu)
         dxz = xz.new_zeros(xz.shape) if dgate is None else dgate.to(xz.dtype).contiguous()
         dx, _ = _split(dxz, weight.shape[0])
         if dy is None:
             dy, more_dy = more_dy if more_dy is not None else torch.zeros_like(x), None
-        grads = kernels.backward(
-            x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state, more_dy=more_dy, dx=dx
-        )
-        inputs = [x, weight, bias, initial_state]
-        _, dweight, dbias, dstate = only_given(gradients(grads, inputs), inputs)
+        grads = kernels.backward(inputs, dy, dfinal_state, more_dy=more_dy, dx=dx)
+        _, dweight, dbias, dstate = operators.gradients(grads, [x, weight, bias, initial_state])
         return dxz, dweight, dbias, None, dstate, None
 
 
-def check_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-    activation: str | None,
-) -> bool:  # fmt: skip
-    """Whether the activation is silu, once the arguments fit each other."""
+def check_conv(inputs: ConvInputs, activation: str | None = "silu") -> None:
+    x, weight, bias, doc_ids, initial_state, _ = inputs
     sizes = Sizes("causal_conv1d")("x", x, "B L D")("weight", weight, "D W")("bias", bias, "D")
     sizes.at_least_one("B", "L", "D", "W")
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B W-1 D")
     check_documents("causal_conv1d", doc_ids)
-    return _is_silu("causal_conv1d", activation)
+    _check_activation("causal_conv1d", activation)
 
 
 def causal_conv1d_step(
@@ -123,13 +123,13 @@ def causal_conv1d_step(
     """One token: x (B, D), state (B, W-1, D) -> (y (B, D), new state)."""
     sizes = Sizes("causal_conv1d_step")("x", x, "B D")("weight", weight, "D W")("bias", bias, "D")
     sizes("state", state, "B W-1 D").at_least_one("B", "D", "W")
-    silu = _is_silu("causal_conv1d_step", activation)
+    _check_activation("causal_conv1d_step", activation)
     dtype = compute_dtype(x)
     window = torch.cat([state.to(x.dtype), x[:, None]], dim=1)  # (B, W, D)
     y = (window.to(dtype) * weight.to(dtype).t()).sum(1)
     if bias is not None:
         y = y + bias.to(dtype)
-    return (F.silu(y) if silu else y).to(x.dtype), window[:, 1:]
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype), window[:, 1:]
 
 
 def causal_conv1d_reference(
@@ -139,7 +139,7 @@ def causal_conv1d_reference(
     dtype = compute_dtype(x)
     length, width = x.shape[1], weight.shape[1]
     starts = document_starts("causal_conv1d", doc_ids)
-    state = _state_or_zeros(x, width, initial_state)
+    state = state_or_zeros(x, width, initial_state)
     padded = torch.cat([state, x], dim=1).to(dtype)  # (B, W-1+L, D)
     y = torch.zeros_like(padded[:, :length])
     for k in range(width):
@@ -151,7 +151,7 @@ def causal_conv1d_reference(
         y = y + bias.to(dtype)
     if silu:
         y = F.silu(y)
-    return y.to(x.dtype), _final_state(x, state, starts)
+    return y.to(x.dtype), last_inputs(x, state, starts)
 
 
 def _age(starts: Tensor, oldest: int) -> Tensor:
@@ -161,21 +161,21 @@ def _age(starts: Tensor, oldest: int) -> Tensor:
     return time - begun
 
 
-def _state_or_zeros(x: Tensor, width: int, state: Tensor | None) -> Tensor:
+def state_or_zeros(x: Tensor, width: int, state: Tensor | None) -> Tensor:
     return state.to(x.dtype) if state is not None else x.new_zeros(x.shape[0], width - 1, x.shape[2])
 
 
-def _final_state(x: Tensor, state: Tensor, starts: Tensor | None) -> Tensor:
+def last_inputs(x: Tensor, state: Tensor, starts: Tensor | None) -> Tensor:
     """The last W-1 inputs, zero where they are older than the row's last document."""
     reach = state.shape[1]  # W - 1
     known = torch.cat([state, x[:, max(0, x.shape[1] - reach) :]], dim=1)
     recent = known[:, known.shape[1] - reach :]
     if starts is None:
         return recent.clone()
-    return recent.masked_fill(~_in_last_document(starts, reach)[..., None], 0)
+    return recent.masked_fill(~in_last_document(starts, reach)[..., None], 0)
 
 
-def _in_last_document(starts: Tensor, reach: int) -> Tensor:
+def in_last_document(starts: Tensor, reach: int) -> Tensor:
     """(B, W-1) True where an entry of the final state belongs to the row's last document."""
     length = starts.shape[1]
     time = torch.arange(length, device=starts.device)
@@ -183,91 +183,17 @@ def _in_last_document(starts: Tensor, reach: int) -> Tensor:
     return torch.arange(length - reach, length, device=starts.device) >= begun[:, None]
 
 
-def _is_silu(op: str, activation: str | None) -> bool:
+def _check_activation(op: str, activation: str | None) -> None:
     if activation not in ("silu", None):
         raise ValueError(f"{op}: activation={activation!r} is not known; use 'silu' or None")
-    return activation == "silu"
 
 
-@torch.library.custom_op("mambakit::causal_conv1d", mutates_args=(), device_types="cpu")
-def _conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor]:
-    from .cpu import causal_conv1d as kernels
-
-    starts = document_starts("causal_conv1d", doc_ids)
-    state = _state_or_zeros(x, weight.shape[1], initial_state)
-    y = kernels.forward(x, weight, bias, starts, state, silu, compute_dtype(x))
-    return y.to(x.dtype), _final_state(x, state, starts)
-
-
-@_conv.register_kernel("cuda")
-def _conv_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from .gpu import causal_conv1d as kernels
-
-    return kernels.forward(*arguments)
-
-
-@_conv.register_fake
-def _conv_fake(x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _fake(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
+    x, weight = inputs[:2]
     return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[2])
 
 
-@torch.library.custom_op("mambakit::causal_conv1d_backward", mutates_args=(), device_types="cpu")
-def _conv_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool,
-    dy: Tensor, dfinal_state: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, weight, bias, initial_state; empty where the argument is absent."""
-    from .cpu import causal_conv1d as kernels
-
-    dtype = compute_dtype(x)
-    starts = document_starts("causal_conv1d", doc_ids)
-    state = _state_or_zeros(x, weight.shape[1], initial_state)
-    dx, dweight, dbias, dstate = kernels.backward(x, weight, bias, starts, state, silu, dy, dtype)
-    reach, length = state.shape[1], x.shape[1]
-    if dfinal_state is not None and reach:
-        through = dfinal_state.to(dtype)
-        if starts is not None:
-            through = through.masked_fill(~_in_last_document(starts, reach)[..., None], 0)
-        from_row = min(reach, length)
-        dx[:, length - from_row :] += through[:, reach - from_row :]
-        dstate[:, from_row:] += through[:, : reach - from_row]
-    return gradients([dx, dweight, dbias, dstate], [x, weight, bias, initial_state])
-
-
-@_conv_backward.register_kernel("cuda")
-def _conv_backward_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, *rest: Any
-) -> list[Tensor]:
-    from .gpu import causal_conv1d as kernels
-
-    grads = kernels.backward(x, weight, bias, doc_ids, initial_state, *rest)
-    return gradients(grads, [x, weight, bias, initial_state])
-
-
-@_conv_backward.register_fake
-def _conv_backward_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, *_: object
-) -> list[Tensor]:
-    return empty_gradients([x, weight, bias, initial_state])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, doc_ids, initial_state = ctx.saved_tensors
-    dy = dy if dy is not None else torch.zeros_like(x)
-    grads = _conv_backward(x, weight, bias, doc_ids, initial_state, ctx.silu, dy, dfinal_state)
-    dx, dweight, dbias, dstate = only_given(grads, [x, weight, bias, initial_state])
-    return dx, dweight, dbias, None, dstate, None
-
-
-_conv.register_autograd(_differentiate, setup_context=_save)
+_conv, _conv_backward = operators.define("causal_conv1d", ConvInputs, outputs=("y", "final_state"), kept=(), fake=_fake)
 
 
 def _why_not_cuda(x: Tensor, weight: Tensor, *_: object) -> str | None:

@@ -72,8 +72,8 @@ def check_documents(op: str, doc_ids: Tensor | None) -> None:
         raise TypeError(f"{op}: doc_ids has dtype {_dtype(doc_ids)}; need int32, as doc_ids.to(torch.int32)")
 
 
-def check_non_decreasing(op: str, doc_ids: Tensor) -> None:
-    """Raise where a row of doc_ids decreases. Reads the values, so only for tensors on the CPU."""
+def _check_non_decreasing(op: str, doc_ids: Tensor) -> None:
+    """Reads the values, so only for tensors on the CPU."""
     falls = doc_ids[:, 1:] < doc_ids[:, :-1]
     if bool(falls.any()):
         row, position = (int(i) for i in falls.nonzero()[0])
@@ -89,7 +89,7 @@ def document_starts(op: str, doc_ids: Tensor | None) -> Tensor | None:
     if doc_ids is None:
         return None
     if doc_ids.device.type == "cpu":
-        check_non_decreasing(op, doc_ids)
+        _check_non_decreasing(op, doc_ids)
     starts = torch.zeros_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
     return starts

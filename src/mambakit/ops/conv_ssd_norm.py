@@ -12,16 +12,45 @@ Saved for backward: the inputs, the convolution's output, y, and the states that
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import dispatch
-from .autograd import empty_gradients, gradients, only_given
-from .causal_conv1d import _conv, _conv_backward, causal_conv1d, check_conv
-from .norm import _norm, _norm_backward, check_norm, rms_norm
-from .ssd import _ssd, _ssd_backward, check_ssd, ssd
+from . import dispatch, operators
+from .causal_conv1d import ConvInputs, _conv, causal_conv1d, check_conv
+from .norm import NormSettings, _norm, check_norm, rms_norm
+from .operators import kernels
+from .ssd import SSDInputs, _ssd, check_ssd, ssd
+
+
+class ChainInputs(NamedTuple):
+    zxBCdt: Tensor  # noqa: N815
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A: Tensor
+    D: Tensor | None
+    dt_bias: Tensor | None
+    norm_weight: Tensor | None
+    doc_ids: Tensor | None
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+    head_dim: int
+    num_groups: int
+    group: int
+    eps: float
+    dt_low: float
+    dt_high: float
+    chunk_size: int | None
+
+    def conv(self, xBC: Tensor) -> ConvInputs:
+        return ConvInputs(xBC, self.conv_weight, self.conv_bias, self.doc_ids, self.conv_state, True)
+
+    def ssd(self, xBC: Tensor, dt: Tensor) -> SSDInputs:
+        """From the convolution's output."""
+        x, B, C = _heads(xBC, self.A, self.head_dim, self.num_groups)
+        limits = self.dt_low, self.dt_high, self.chunk_size
+        return SSDInputs(x, dt, self.A, B, C, self.D, self.dt_bias, True, *limits, self.doc_ids, self.ssm_state)
 
 
 def conv_ssd_norm(
@@ -47,9 +76,9 @@ def conv_ssd_norm(
 
     `head_dim` is P, `num_groups` is G, and the norm's mean is over `group_size` channels, or over all.
     """
-    z, xBC, dt = _split(zxBCdt, A.shape[0], head_dim, conv_weight.shape[0])
-    x, B, C = _heads(xBC, A.shape[0], head_dim, num_groups)
-    check_conv(xBC, conv_weight, conv_bias, doc_ids, conv_state, "silu")
+    z, xBC, dt = _split(zxBCdt, A, head_dim, conv_weight)
+    x, B, C = _heads(xBC, A, head_dim, num_groups)
+    check_conv(ConvInputs(xBC, conv_weight, conv_bias, doc_ids, conv_state, True))
     check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, ssm_state)
     group = check_norm(z, norm_weight, eps, None, z, group_size)
     backends = {
@@ -59,23 +88,21 @@ def conv_ssd_norm(
     }
     if backends & {"reference", "torch"}:  # not all have kernels: each for itself, differentiated by autograd
         xBC, conv_state = causal_conv1d(xBC, conv_weight, conv_bias, doc_ids=doc_ids, initial_state=conv_state)
-        x, B, C = _heads(xBC, A.shape[0], head_dim, num_groups)
-        y, ssm_state = ssd(
-            x, dt, A, B, C, D, dt_bias,
-            dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=ssm_state,
-        )  # fmt: skip
+        x, B, C = _heads(xBC, A, head_dim, num_groups)
+        limits: dict[str, Any] = {"dt_limit": dt_limit, "chunk_size": chunk_size}
+        y, ssm_state = ssd(x, dt, A, B, C, D, dt_bias, **limits, doc_ids=doc_ids, initial_state=ssm_state)
         normed = rms_norm(y.flatten(-2), norm_weight, eps=eps, gate=z, group_size=group)
         return normed, y.detach(), conv_state, ssm_state
-    normed, conv_state, ssm_state, y, *_ = _fused(
-        zxBCdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, doc_ids, conv_state, ssm_state,
-        head_dim, num_groups, group, eps, *map(float, dt_limit), chunk_size,
-    )  # fmt: skip
+    tensors = zxBCdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, doc_ids, conv_state, ssm_state
+    sizes = head_dim, num_groups, group, eps, *map(float, dt_limit), chunk_size
+    normed, conv_state, ssm_state, y, *_ = _fused(*tensors, *sizes)
     return normed, y, conv_state, ssm_state
 
 
-def _split(zxBCdt: Tensor, heads: int, head_dim: int, conv_channels: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split(zxBCdt: Tensor, A: Tensor, head_dim: int, conv_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z (B, L, H P), xBC (B, L, H P + 2 G N), dt (B, L, H)."""
-    widths = [heads * head_dim, conv_channels, heads]
+    heads = A.shape[0]
+    widths = [heads * head_dim, conv_weight.shape[0], heads]
     if zxBCdt.shape[-1] != sum(widths):
         raise ValueError(
             f"conv_ssd_norm: zxBCdt has {zxBCdt.shape[-1]} channels; "
@@ -85,8 +112,9 @@ def _split(zxBCdt: Tensor, heads: int, head_dim: int, conv_channels: int) -> tup
     return z, xBC, dt
 
 
-def _heads(xBC: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(xBC: Tensor, A: Tensor, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (B, L, H, P), B and C (B, L, G, N)."""
+    heads = A.shape[0]
     inner = heads * head_dim
     rest = xBC.shape[-1] - inner
     if rest < 2 * groups or rest % (2 * groups):
@@ -98,104 +126,48 @@ def _heads(xBC: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor,
     return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
 
 
-def _chain(
-    zxBCdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    norm_weight: Tensor | None, doc_ids: Tensor | None, conv_state: Tensor | None, ssm_state: Tensor | None,
-    head_dim: int, num_groups: int, group: int, eps: float, dt_low: float, dt_high: float, chunk_size: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(normed, final states of the convolution and of SSD, y, the convolution's output, states kept for backward)."""
-    z, xBC, dt = _split(zxBCdt, A.shape[0], head_dim, conv_weight.shape[0])
-    xBC, final_conv = _conv(xBC, conv_weight, conv_bias, doc_ids, conv_state, True)
-    x, B, C = _heads(xBC, A.shape[0], head_dim, num_groups)
-    y, final_ssm, kept = _ssd(x, dt, A, B, C, D, dt_bias, True, dt_low, dt_high, chunk_size, doc_ids, ssm_state)
-    normed, _ = _norm(y.flatten(-2), norm_weight, eps, None, z, group, False)
+def _forward(inputs: ChainInputs) -> tuple[Tensor, ...]:
+    z, xBC, dt = _split(inputs.zxBCdt, inputs.A, inputs.head_dim, inputs.conv_weight)
+    xBC, final_conv = _conv(*inputs.conv(xBC))
+    y, final_ssm, kept = _ssd(*inputs.ssd(xBC, dt))
+    normed, _ = _norm(y.flatten(-2), inputs.norm_weight, inputs.eps, None, z, inputs.group, False)
     return normed, final_conv, final_ssm, y, xBC, kept
 
 
-_fused = torch.library.custom_op("mambakit::conv_ssd_norm", _chain, mutates_args=())
-_fused.register_fake(_chain)  # it calls operators only, which have fakes of their own
-
-
-@torch.library.custom_op("mambakit::conv_ssd_norm_backward", mutates_args=(), device_types="cpu")
-def _fused_backward(
-    zxBCdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    norm_weight: Tensor | None, doc_ids: Tensor | None, conv_state: Tensor | None, ssm_state: Tensor | None,
-    head_dim: int, num_groups: int, group: int, eps: float, dt_low: float, dt_high: float, chunk_size: int | None,
-    y: Tensor, xBC: Tensor, kept: Tensor, dnormed: Tensor, dfinal_conv: Tensor | None, dfinal_ssm: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the tensors but doc_ids, in their order; empty where the argument is absent."""
-    heads = A.shape[0]
-    z, conv_input, dt = _split(zxBCdt, heads, head_dim, conv_weight.shape[0])
-    x, B, C = _heads(xBC, heads, head_dim, num_groups)
-    dy, _, dnorm_weight, dz = _norm_backward(y.flatten(-2), norm_weight, eps, z, group, False, dnormed, None, y.dtype)
-    dx, ddt, dA, dB, dC, dD, ddt_bias, dssm_state = _ssd_backward(
-        x, dt, A, B, C, D, dt_bias, True, dt_low, dt_high, chunk_size, doc_ids, ssm_state, kept, dy.view(y.shape),
-        dfinal_ssm,
-    )  # fmt: skip
-    dxBC = torch.cat([part.flatten(2) for part in (dx, dB, dC)], dim=-1)
-    dconv_input, dconv_weight, dconv_bias, dconv_state = _conv_backward(
-        conv_input, conv_weight, conv_bias, doc_ids, conv_state, True, dxBC, dfinal_conv
+def _backward(
+    inputs: ChainInputs,
+    y: Tensor,
+    xBC: Tensor,
+    kept: Tensor,
+    dnormed: Tensor,
+    dfinal_conv: Tensor | None,
+    dfinal_ssm: Tensor | None,
+) -> list[Tensor | None]:
+    """Each kernel writes its part of the gradient of zxBCdt."""
+    zxBCdt, A, head_dim, conv_weight = inputs.zxBCdt, inputs.A, inputs.head_dim, inputs.conv_weight
+    dzxBCdt = torch.empty_like(zxBCdt, memory_format=torch.contiguous_format)
+    dxBC = torch.empty_like(xBC)
+    z, conv_input, dt = _split(zxBCdt, A, head_dim, conv_weight)
+    dz, dconv_input, ddt = _split(dzxBCdt, A, head_dim, conv_weight)
+    settings = NormSettings(inputs.norm_weight, inputs.eps, z, inputs.group, False)
+    dy, _, dnorm_weight, _ = kernels("norm", y).backward(y.flatten(-2), settings, dnormed, None, y.dtype, dz)
+    dxBC_parts = _heads(dxBC, A, head_dim, inputs.num_groups)
+    _, ddt_apart, dA, _, _, dD, ddt_bias, dssm_state = kernels("ssd", y).backward(
+        inputs.ssd(xBC, dt), kept, dy.view(y.shape), dfinal_ssm, into=dxBC_parts
     )
-    dzxBCdt = torch.cat([dz, dconv_input, ddt], dim=-1)
+    ddt.copy_(ddt_apart)
+    _, dconv_weight, dconv_bias, dconv_state = kernels("causal_conv1d", y).backward(
+        inputs.conv(conv_input), dxBC, dfinal_conv, dx=dconv_input
+    )
     return [dzxBCdt, dconv_weight, dconv_bias, dA, dD, ddt_bias, dnorm_weight, dconv_state, dssm_state]
 
 
-@_fused_backward.register_kernel("cuda")
-def _fused_backward_cuda(
-    zxBCdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    norm_weight: Tensor | None, doc_ids: Tensor | None, conv_state: Tensor | None, ssm_state: Tensor | None,
-    head_dim: int, num_groups: int, group: int, eps: float, dt_low: float, dt_high: float, chunk_size: int | None,
-    y: Tensor, xBC: Tensor, kept: Tensor, dnormed: Tensor, dfinal_conv: Tensor | None, dfinal_ssm: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """The same, with each part written where it belongs."""
-    from .gpu import causal_conv1d as conv_kernels
-    from .gpu import norm as norm_kernels
-    from .gpu import ssd as ssd_kernels
-
-    sizes = A.shape[0], head_dim
-    dzxBCdt = torch.empty_like(zxBCdt, memory_format=torch.contiguous_format)
-    dxBC = torch.empty_like(xBC)
-    z, conv_input, dt = _split(zxBCdt, *sizes, conv_weight.shape[0])
-    dz, dconv_input, ddt = _split(dzxBCdt, *sizes, conv_weight.shape[0])
-    x, B, C = _heads(xBC, *sizes, num_groups)
-    dy, _, dnorm_weight, _ = norm_kernels.backward(
-        y.flatten(-2), norm_weight, eps, z, group, False, dnormed, None, y.dtype, dgate=dz
-    )
-    _, ddt_apart, dA, _, _, dD, ddt_bias, dssm_state = ssd_kernels.backward(
-        x, dt, A, B, C, D, dt_bias, True, (dt_low, dt_high), doc_ids, ssm_state, kept, dy.view(y.shape), dfinal_ssm,
-        into=_heads(dxBC, *sizes, num_groups),
-    )  # fmt: skip
-    assert ddt_apart is not None
-    ddt.copy_(ddt_apart)
-    _, dconv_weight, dconv_bias, dconv_state = conv_kernels.backward(
-        conv_input, conv_weight, conv_bias, doc_ids, conv_state, True, dxBC, dfinal_conv, dx=dconv_input
-    )
-    return gradients(
-        [dzxBCdt, dconv_weight, dconv_bias, dA, dD, ddt_bias, dnorm_weight, dconv_state, dssm_state],
-        [zxBCdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, conv_state, ssm_state],
-    )
-
-
-@_fused_backward.register_fake
-def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
-    return empty_gradients([*arguments[:7], *arguments[8:10]])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[10:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(*inputs[:10], *output[3:])
-
-
-def _differentiate(
-    ctx: Any, dnormed: Tensor | None, dfinal_conv: Tensor | None, dfinal_ssm: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    *tensors, y, xBC, kept = ctx.saved_tensors
-    dnormed = dnormed if dnormed is not None else torch.zeros_like(y.flatten(-2))
-    grads = _fused_backward(*tensors, *ctx.options, y, xBC, kept, dnormed, dfinal_conv, dfinal_ssm)
-    *before, dconv_state, dssm_state = only_given(grads, [*tensors[:7], *tensors[8:]])
-    return *before, None, dconv_state, dssm_state, *[None] * len(ctx.options)
-
-
-_fused.register_autograd(_differentiate, setup_context=_save)
+_fused, _fused_backward = operators.define(
+    "conv_ssd_norm",
+    ChainInputs,
+    outputs=("normed", "final_conv", "final_ssm"),
+    kept=("y", "xBC", "kept"),
+    forward=_forward,
+    fake=_forward,  # it calls operators only, which have fakes of their own
+    backward=_backward,
+)

@@ -72,11 +72,25 @@ def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
         )
 
 
-def _in_torch(
+def _has_kernel(tensor: Tensor) -> bool:
+    """Whether Triton serves this tensor: this operator is both "triton" and "torch", and decides here."""
+    if tensor.device.type != "cuda" or tensor.dtype == torch.float64:
+        return False
+    from .gpu import why_no_triton
+
+    return why_no_triton(tensor.device.index) is None
+
+
+@torch.library.custom_op("mambakit::linear_cross_entropy", mutates_args=())
+def _cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss_sum, its gradient in hidden, in weight), by torch's own operators, for any device. A gradient is empty
-    unless asked for. `counted` = None counts every token."""
+    """(loss_sum, its gradient in hidden, in weight). A gradient is empty unless asked for. `counted` = None counts
+    every token."""
+    if _has_kernel(hidden):
+        from .gpu import cross_entropy as kernels
+
+        return kernels.forward(hidden, weight, targets, counted, with_dhidden, with_dweight)
     counted = _all(targets) if counted is None else counted
     _check_targets(targets, counted, weight.shape[0])
     dtype = compute_dtype(hidden)
@@ -101,27 +115,12 @@ def _in_torch(
                     torch.mm(dlogits, W, out=dhidden[block])
                 if with_dweight:
                     dweight.addmm_(dlogits.t(), h)
-    return loss_sum, dhidden.view(hidden.shape) if with_dhidden else dhidden, dweight
+    dhidden = dhidden.view(hidden.shape) if with_dhidden else dhidden
+    return loss_sum, dhidden.to(_dhidden_dtype(hidden)), dweight
 
 
-_cross_entropy = torch.library.custom_op("mambakit::linear_cross_entropy", _in_torch, mutates_args=())
-
-
-@_cross_entropy.register_kernel("cuda")
-def _cross_entropy_cuda(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernel(hidden):
-        loss_sum, dhidden, dweight = _in_torch(hidden, *arguments)
-        return loss_sum, dhidden.to(hidden.dtype), dweight
-    from .gpu import cross_entropy as kernels
-
-    return kernels.forward(hidden, *arguments)
-
-
-def _has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton serves this tensor on its GPU: this operator is both "triton" and "torch", and decides here."""
-    from .gpu import why_no_triton
-
-    return tensor.dtype != torch.float64 and why_no_triton(tensor.device.index) is None
+def _dhidden_dtype(hidden: Tensor) -> torch.dtype:
+    return hidden.dtype if hidden.device.type == "cuda" else compute_dtype(hidden)
 
 
 @_cross_entropy.register_fake
@@ -129,12 +128,9 @@ def _cross_entropy_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(hidden)
-    dhidden_dtype = hidden.dtype if hidden.device.type == "cuda" else dtype
-    return (
-        hidden.new_empty((), dtype=dtype),
-        hidden.new_empty(hidden.shape if with_dhidden else (0,), dtype=dhidden_dtype),
-        weight.new_empty(weight.shape if with_dweight else (0,), dtype=dtype),
-    )
+    dhidden = hidden.new_empty(hidden.shape if with_dhidden else (0,), dtype=_dhidden_dtype(hidden))
+    dweight = weight.new_empty(weight.shape if with_dweight else (0,), dtype=dtype)
+    return hidden.new_empty((), dtype=dtype), dhidden, dweight
 
 
 @torch.library.custom_op("mambakit::linear_cross_entropy_backward", mutates_args=())
@@ -147,19 +143,12 @@ def _cross_entropy_backward(
 
 
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    if _has_kernel(dloss):
+        from .gpu import cross_entropy as kernels
+
+        return kernels.scaled(gradient, dloss, dtype)
     # torch rounds a single number to the dtype of the tensor it multiplies, unless that is as wide.
     return (gradient.to(dloss.dtype) * dloss).to(dtype)
-
-
-@_cross_entropy_backward.register_kernel("cuda")
-def _cross_entropy_backward_cuda(
-    dhidden: Tensor, dweight: Tensor, dloss: Tensor, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if not _has_kernel(dloss):
-        return _scaled(dhidden, dloss, hidden_dtype), _scaled(dweight, dloss, weight_dtype)
-    from .gpu import cross_entropy as kernels
-
-    return kernels.scaled(dhidden, dloss, hidden_dtype), kernels.scaled(dweight, dloss, weight_dtype)
 
 
 @_cross_entropy_backward.register_fake

@@ -2,7 +2,7 @@
 
 TABLE has a row for each operator and backend; each operator's file fills in its own. Every operator has a *reference*
 (plain torch, any device, differentiated by autograd) and kernels. Some have a "torch", a fast path of torch's own
-operators, which runs on any device. `auto` takes the fastest that the device of the call has.
+operators, which runs on any device. `auto` takes the fastest for the device of the call.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     y[...] = weight[tokens[...]]
 
-Sizes: tokens (...); weight (V, D). torch's own gradient for GPUs adds the places of a frequent token in no fixed order,
-and two runs differ in their last bits. Here the order is fixed, and sums are fp32.
+Sizes: tokens (...); weight (V, D). torch's own gradient for GPUs sums over the positions of a frequent token in no
+fixed order, and two runs differ in their last bits. Here the order is fixed, and sums are fp32.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ def _embedding_fake(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(*tokens.shape, weight.shape[1])
 
 
-@torch.library.custom_op("mambakit::embedding_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("mambakit::embedding_backward", mutates_args=())
 def _embedding_backward(dy: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    if dy.device.type == "cuda":
+        from .gpu import embedding as kernels
+
+        return kernels.backward(dy, tokens, num_tokens)
     dweight: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, num_tokens, -1, False)
     return dweight
-
-
-@_embedding_backward.register_kernel("cuda")
-def _embedding_backward_cuda(dy: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
-    from .gpu import embedding as kernels
-
-    return kernels.backward(dy, tokens, num_tokens)
 
 
 @_embedding_backward.register_fake

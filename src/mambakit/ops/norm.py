@@ -11,18 +11,28 @@ the new residual as it was stored.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .autograd import empty_gradients, gradients, only_given
 from .checks import Sizes, batch_letters, compute_dtype
+from .operators import kernels
 
 # A GPU kernel has a whole group in registers.
 LARGEST_GROUP_ON_GPU = 16_384
+
+
+class NormSettings(NamedTuple):
+    """What the kernels of both directions take."""
+
+    weight: Tensor | None
+    eps: float
+    gate: Tensor | None
+    group: int
+    gate_last: bool
 
 
 @overload
@@ -54,18 +64,17 @@ def rms_norm(
 def normalized(total: Tensor, weight: Tensor | None, *, eps: float, dtype: torch.dtype) -> Tensor:
     """rms_norm's y in `dtype`, computed again from its new residual. For backward passes: it has no gradient."""
     arguments = total, weight, eps, None, None, total.shape[-1], False
-    if dispatch.pick("rms_norm", *arguments) != "triton":
-        y: Tensor = dispatch.call("rms_norm", *arguments)[0]
-        return y.to(dtype)
-    from .gpu import norm as kernels
-
-    return kernels.forward(*arguments, dtype=dtype)[0]
+    if dispatch.pick("rms_norm", *arguments) == "triton":
+        settings = NormSettings(weight, eps, None, total.shape[-1], False)
+        y: Tensor = kernels("norm", total).forward(total, None, settings, dtype=dtype)[0]
+    else:
+        y = dispatch.call("rms_norm", *arguments)[0].to(dtype)
+    return y
 
 
 def check_norm(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group_size: int | None,
-) -> int:  # fmt: skip
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None, group_size: int | None
+) -> int:
     """The group size, once the arguments fit each other."""
     letters = f"{batch_letters('rms_norm', 'x', x)} D"
     sizes = Sizes("rms_norm")("x", x, letters)("weight", weight, "D")
@@ -98,24 +107,15 @@ def rms_norm_reference(
     return y.to(x.dtype), total if residual is None else total.to(residual.dtype)
 
 
-@torch.library.custom_op("mambakit::rms_norm", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("mambakit::rms_norm", mutates_args=())
 def _norm(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
     group: int, norm_before_gate: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, new residual; empty without a residual)."""
-    from .cpu import norm as kernels
-
-    y, total = kernels.forward(x, weight, eps, residual, gate, group, norm_before_gate, compute_dtype(x))
-    return y.to(x.dtype), total.to(residual.dtype) if residual is not None else total
-
-
-@_norm.register_kernel("cuda")
-def _norm_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from .gpu import norm as kernels
-
-    y, total = kernels.forward(*arguments)
-    return y, _no_sum(y) if total is None else total
+    settings = NormSettings(weight, eps, gate, group, norm_before_gate)
+    y, total = kernels("norm", x).forward(x, residual, settings)
+    return y, _no_sum(x) if total is None else total
 
 
 @_norm.register_fake
@@ -130,37 +130,24 @@ def _no_sum(x: Tensor) -> Tensor:
     return x.new_empty(0, x.shape[-1], dtype=compute_dtype(x))
 
 
-@torch.library.custom_op("mambakit::rms_norm_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("mambakit::rms_norm_backward", mutates_args=())
 def _norm_backward(
     total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
     group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, residual, weight and gate, each in its own dtype; `total` has the residual's. The residual's is
     empty where it would equal that of x: outputs of an operator may not share memory."""
-    from .cpu import norm as kernels
-
-    dvalues, dweight, dgate = kernels.backward(
-        total, weight, eps, gate, group, norm_before_gate, dy, dtotal, compute_dtype(total)
-    )
-    dresidual = dvalues.to(total.dtype) if total.dtype != x_dtype else total.new_empty(0)
-    return [dvalues.to(x_dtype), dresidual, *gradients([dvalues, dweight, dgate], [dvalues, weight, gate])[1:]]
-
-
-@_norm_backward.register_kernel("cuda")
-def _norm_backward_cuda(total: Tensor, *arguments: Any) -> list[Tensor]:
-    from .gpu import norm as kernels
-
-    grads = kernels.backward(total, *arguments)
+    settings = NormSettings(weight, eps, gate, group, norm_before_gate)
+    grads = kernels("norm", total).backward(total, settings, dy, dtotal, x_dtype, None)
     return [total.new_empty(0) if grad is None else grad for grad in grads]
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, norm_before_gate: bool, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _norm_backward_fake(*arguments: Any) -> list[Tensor]:
+    total, weight, _, gate, *_, x_dtype = arguments
     dx = total.new_empty(total.shape, dtype=x_dtype)
-    return [dx, *empty_gradients([total, total if total.dtype != x_dtype else None, weight, gate])[1:]]
+    given = total if total.dtype != x_dtype else None, weight, gate
+    return [dx, *(total.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -178,7 +165,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[
     dx, dresidual, *rest = _norm_backward(
         total, weight, ctx.eps, gate, ctx.group, ctx.norm_before_gate, dy, dtotal, ctx.x_dtype
     )
-    dweight, dgate = only_given(rest, [weight, gate])
+    dweight, dgate = (grad if given is not None else None for grad, given in zip(rest, (weight, gate), strict=True))
     if ctx.residual_dtype in (None, ctx.x_dtype):
         dresidual = None if ctx.residual_dtype is None else dx
     return dx, dweight, None, dresidual, dgate, None, None

@@ -12,17 +12,30 @@ steps; everything else is recomputed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch
-from .autograd import empty_gradients, gradients, only_given
+from . import dispatch, operators
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
 LARGEST_STATE_ON_GPU = 64
+
+
+class ScanInputs(NamedTuple):
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    dt_bias: Tensor | None
+    dt_softplus: bool
+    doc_ids: Tensor | None
+    initial_state: Tensor | None
 
 
 def selective_scan(
@@ -40,10 +53,9 @@ def selective_scan(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scan over whole rows: (y (B, L, D) in x's dtype, final state (B, D, N) in fp32)."""
-    _check(x, dt, A, B, C, D, z, dt_bias, doc_ids, initial_state)
-    y, final_state, *_ = dispatch.call(
-        "selective_scan", x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state
-    )
+    inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, initial_state)
+    _check(inputs)
+    y, final_state, *_ = dispatch.call("selective_scan", *inputs)
     return y, final_state
 
 
@@ -64,15 +76,13 @@ def selective_scan_split(
 
     On a GPU, backward writes these channels of the gradient of a wider gate, and leaves the others to the convolution.
     """
-    z = _last_channels(gate, x)
+    inputs = ScanInputs(x, dt, A, B, C, D, _last_channels(gate, x), dt_bias, True, doc_ids, initial_state)
     is_wide = gate.shape[-1] > x.shape[-1] and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if not is_wide or dispatch.pick("selective_scan", x, dt, A) != "cuda":
-        return selective_scan(x, dt, A, B, C, D, z, dt_bias, doc_ids=doc_ids, initial_state=initial_state)
-    _check(x, dt, A, B, C, D, z, dt_bias, doc_ids, initial_state)
-    outputs: tuple[Tensor, Tensor] = _ScanSplit.apply(  # type: ignore[no-untyped-call]
-        x, dt, A, B, C, D, gate, dt_bias, doc_ids, initial_state
-    )
-    return outputs
+    if not is_wide or dispatch.pick("selective_scan", *inputs) != "cuda":
+        return selective_scan(*inputs[:8], doc_ids=doc_ids, initial_state=initial_state)
+    _check(inputs)
+    y, final_state = _ScanSplit.apply(gate, *inputs._replace(z=None))  # type: ignore[no-untyped-call]
+    return y, final_state
 
 
 def _last_channels(gate: Tensor, x: Tensor) -> Tensor:
@@ -83,14 +93,11 @@ class _ScanSplit(torch.autograd.Function):
     """`selective_scan_split` on a GPU."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, gate: Tensor,
-        dt_bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        z = _last_channels(gate, x)
-        y, final_state, kept = _scan(x, dt, A, B, C, D, z, dt_bias, True, doc_ids, initial_state)
+    def forward(ctx: Any, gate: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
+        inputs = ScanInputs(*values)
+        y, final_state, kept = _scan(*inputs._replace(z=_last_channels(gate, inputs.x)))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, dt, A, B, C, D, gate, dt_bias, doc_ids, initial_state, kept)
+        ctx.save_for_backward(gate, kept, *inputs[:8], *inputs[9:])
         return y, final_state
 
     @staticmethod
@@ -98,21 +105,18 @@ class _ScanSplit(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
         from .gpu import selective_scan as kernels
 
-        x, dt, A, B, C, D, gate, dt_bias, doc_ids, initial_state, kept = ctx.saved_tensors
-        dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        grads = kernels.backward(
-            (x, dt, A, B, C, D, _last_channels(gate, x), dt_bias, True, doc_ids), initial_state is not None, kept,
-            dy if dy is not None else torch.zeros_like(x), dfinal_state, dz=_last_channels(dgate, x),
-        )  # fmt: skip
-        inputs = [x, dt, A, B, C, D, None, dt_bias, initial_state]
-        dx, ddt, dA, dB, dC, dD, _, dbias, dinitial = only_given(gradients(grads, inputs), inputs)
-        return dx, ddt, dA, dB, dC, dD, dgate, dbias, None, dinitial
+        gate, kept, *saved = ctx.saved_tensors
+        inputs = ScanInputs._make([*saved[:8], True, *saved[8:]])
+        x, dgate = inputs.x, torch.empty_like(gate, memory_format=torch.contiguous_format)
+        dy = dy if dy is not None else torch.zeros_like(x)
+        with_z = inputs._replace(z=_last_channels(gate, x))
+        grads = kernels.backward(with_z, kept, dy, dfinal_state, dz=_last_channels(dgate, x))
+        *dtensors, dinitial_state = operators.gradients(grads, [*inputs[:8], inputs.initial_state])
+        return dgate, *dtensors, None, None, dinitial_state
 
 
-def _check(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    doc_ids: Tensor | None, initial_state: Tensor | None,
-) -> None:  # fmt: skip
+def _check(inputs: ScanInputs) -> None:
+    x, dt, A, B, C, D, z, dt_bias, _, doc_ids, initial_state = inputs
     sizes = Sizes("selective_scan")("x", x, "B L D")("dt", dt, "B L D")("A", A, "D N")("B", B, "B L N")
     sizes("C", C, "B L N")("D", D, "D")("z", z, "B L D")("dt_bias", dt_bias, "D")
     sizes("doc_ids", doc_ids, "B L", integer=True)("initial_state", initial_state, "B D N")
@@ -185,86 +189,14 @@ def selective_scan_reference(
     return y.to(x.dtype), state
 
 
-@torch.library.custom_op("mambakit::selective_scan", mutates_args=(), device_types="cpu")
-def _scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, final state, states kept for backward)."""
-    from .cpu import selective_scan as kernels
-
-    starts = document_starts("selective_scan", doc_ids)
-    y, final_state, kept = kernels.forward(
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state, compute_dtype(x)
-    )
-    return y.to(x.dtype), final_state, kept
+def _fake(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    x, dtype = inputs.x, compute_dtype(inputs.x)
+    kept_shape = operators.kernels("selective_scan", x).kept_shape(inputs)
+    final_state = x.new_empty(x.shape[0], *inputs.A.shape, dtype=dtype)
+    return x.new_empty(x.shape), final_state, x.new_empty(kept_shape, dtype=dtype)
 
 
-@_scan.register_kernel("cuda")
-def _scan_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .gpu import selective_scan as kernels
-
-    return kernels.forward(*arguments)
-
-
-@_scan.register_fake
-def _scan_fake(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = compute_dtype(x)
-    if x.device.type == "cuda":
-        from .gpu.selective_scan import kept_shape
-    else:
-        from .cpu.selective_scan import kept_shape
-    final_state = x.new_empty(x.shape[0], *A.shape, dtype=dtype)
-    return x.new_empty(x.shape), final_state, x.new_empty(kept_shape(x, A), dtype=dtype)
-
-
-@torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=(), device_types="cpu")
-def _scan_backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None, kept: Tensor, dy: Tensor,
-    dfinal_state: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the argument is absent."""
-    from .cpu import selective_scan as kernels
-
-    starts = document_starts("selective_scan", doc_ids)
-    grads = kernels.backward(
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, kept, dy, dfinal_state, compute_dtype(x)
-    )
-    return gradients(grads, [x, dt, A, B, C, D, z, dt_bias, initial_state])
-
-
-@_scan_backward.register_kernel("cuda")
-def _scan_backward_cuda(*arguments: Any) -> list[Tensor]:
-    from .gpu import selective_scan as kernels
-
-    *given, initial_state, kept, dy, dfinal_state = arguments
-    grads = kernels.backward(tuple(given), initial_state is not None, kept, dy, dfinal_state)
-    return gradients(grads, [*given[:8], initial_state])
-
-
-@_scan_backward.register_fake
-def _scan_backward_fake(*arguments: Any) -> list[Tensor]:
-    return empty_gradients([*arguments[:8], arguments[10]])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.dt_softplus, doc_ids, initial_state = inputs
-    kept = output[2]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(kept)
-    ctx.save_for_backward(*tensors, doc_ids, initial_state, kept)
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    *tensors, doc_ids, initial_state, kept = ctx.saved_tensors
-    dy = dy if dy is not None else torch.zeros_like(tensors[0])
-    grads = _scan_backward(*tensors, ctx.dt_softplus, doc_ids, initial_state, kept, dy, dfinal_state)
-    *dtensors, dinitial_state = only_given(grads, [*tensors, initial_state])
-    return *dtensors, None, None, dinitial_state
-
-
-_scan.register_autograd(_differentiate, setup_context=_save)
+_scan, _ = operators.define("selective_scan", ScanInputs, outputs=("y", "final_state"), kept=("kept",), fake=_fake)
 
 
 def _why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:

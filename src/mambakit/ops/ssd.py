@@ -18,14 +18,13 @@ it may spoil its chunk and the rest of its row.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch
-from .autograd import empty_gradients, gradients, only_given
+from . import dispatch, operators
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 from .selective_scan import positive_dt
 
@@ -34,6 +33,22 @@ CHUNK = 64  # tokens, in plain torch
 # channels, and so many states on a GPU with much shared memory, or on any.
 LARGEST_HEAD_ON_GPU = 256
 LARGEST_STATE_ON_GPU, LARGEST_STATE_ON_EVERY_GPU = 256, 128
+
+
+class SSDInputs(NamedTuple):
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    dt_bias: Tensor | None
+    dt_softplus: bool
+    dt_low: float
+    dt_high: float
+    chunk_size: int | None
+    doc_ids: Tensor | None
+    initial_state: Tensor | None
 
 
 def ssd(
@@ -57,10 +72,8 @@ def ssd(
     a chunk_size, plain torch serves the call. The reference goes token by token.
     """
     check_ssd(x, dt, A, B, C, D, dt_bias, dt_limit, chunk_size, doc_ids, initial_state)
-    y, final_state = dispatch.call(
-        "ssd", x, dt, A, B, C, D, dt_bias,
-        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, doc_ids=doc_ids, initial_state=initial_state,
-    )  # fmt: skip
+    options = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "chunk_size": chunk_size, "doc_ids": doc_ids}
+    y, final_state = dispatch.call("ssd", x, dt, A, B, C, D, dt_bias, **options, initial_state=initial_state)
     return y, final_state
 
 
@@ -107,10 +120,10 @@ def _plain_step(
     dt_softplus: bool, dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = compute_dtype(x)
-    steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
     y, state = _advance(x.to(dtype), steps, A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype))
     if D is not None:
-        y = y + _per_channel(D, dtype) * x.to(dtype)
+        y = y + per_channel(D, dtype) * x.to(dtype)
     return y.to(x.dtype), state
 
 
@@ -125,14 +138,7 @@ def _check_limit(op: str, dt_limit: tuple[float, float]) -> None:
         raise ValueError(f"{op}: dt_limit={dt_limit}; need (lowest, highest) with lowest <= highest")
 
 
-def limited_dt(
-    dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], dtype: torch.dtype
-) -> Tensor:
-    """clamp(softplus(dt + dt_bias), dt_limit) in the compute dtype."""
-    return positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
-
-
-def _per_channel(D: Tensor, dtype: torch.dtype) -> Tensor:
+def per_channel(D: Tensor, dtype: torch.dtype) -> Tensor:
     """D as (H, 1) or (H, P), to multiply (..., H, P)."""
     return D.to(dtype) if D.dim() == 2 else D.to(dtype)[:, None]
 
@@ -153,7 +159,7 @@ def ssd_reference(
     """The recurrence as it is written above, one step of time after the other."""
     dtype = compute_dtype(x)
     starts = document_starts("ssd", doc_ids)
-    steps = limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
     xs, As, Bs, Cs = x.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
     if initial_state is None:
         state = xs.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])  # (B, H, P, N)
@@ -167,7 +173,7 @@ def ssd_reference(
         outputs.append(y_t)
     y = torch.stack(outputs, dim=1)
     if D is not None:
-        y = y + _per_channel(D, dtype) * xs
+        y = y + per_channel(D, dtype) * xs
     return y.to(x.dtype), state
 
 
@@ -189,12 +195,12 @@ def ssd_chunked(
         chunks: Tensor = padded.unflatten(1, (-1, chunk))
         return chunks
 
-    xs, steps = chunked(x.to(dtype)), chunked(limited_dt(dt, dt_bias, dt_softplus, dt_limit, dtype))
+    steps = chunked(positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit))
+    xs = chunked(x.to(dtype))
     Bs, Cs = (chunked(t.to(dtype)).repeat_interleave(share, dim=3) for t in (B, C))  # (B, c, Q, H, N)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    cum = torch.einsum(
-        "ij,bcjh->bcih", lower.to(wide), steps.to(wide) * A.to(wide)
-    )  # a sum over j <= i, in a fixed order
+    # A sum over j <= i, in a fixed order.
+    cum = torch.einsum("ij,bcjh->bcih", lower.to(wide), steps.to(wide) * A.to(wide))
     starts = document_starts("ssd", doc_ids)
     if starts is None:
         starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -221,116 +227,18 @@ def ssd_chunked(
     y = y + from_start[..., None] * torch.einsum("bcihn,bchpn->bcihp", Cs, torch.stack(states, 1))
     y = y.flatten(1, 2)[:, :length]
     if D is not None:
-        y = y + _per_channel(D, dtype) * x.to(dtype)
+        y = y + per_channel(D, dtype) * x.to(dtype)
     return y.to(x.dtype), state
 
 
-@torch.library.custom_op("mambakit::ssd", mutates_args=(), device_types="cpu")
-def _ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
-    dt_low: float, dt_high: float, chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, final state, states kept for backward)."""
-    from .cpu import ssd as kernels
-
-    dtype = compute_dtype(x)
-    steps = limited_dt(dt, dt_bias, dt_softplus, (dt_low, dt_high), dtype)
-    starts = document_starts("ssd", doc_ids)
-    y, final_state, kept = kernels.forward(x, steps, A, B, C, starts, initial_state, chunk_size, dtype)
-    if D is not None:
-        y.addcmul_(_per_channel(D, dtype), x.to(dtype))
-    return y.to(x.dtype), final_state, kept
-
-
-@_ssd.register_kernel("cuda")
-def _ssd_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .gpu import ssd as kernels
-
-    return kernels.forward(*_with_limits(arguments))
-
-
-def _with_limits(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """dt's limits as a pair, and no chunk_size."""
-    *tensors, dt_softplus, dt_low, dt_high, _ = arguments[:11]
-    return *tensors, dt_softplus, (dt_low, dt_high), *arguments[11:]
-
-
-@_ssd.register_fake
-def _ssd_fake(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    chunk_size = rest[6]
-    dtype = compute_dtype(x)
-    if x.device.type == "cuda":
-        from .gpu.ssd import kept_shape as shape_on_gpu
-
-        kept_shape = shape_on_gpu(x, B)
-    else:
-        from .cpu.ssd import kept_shape as shape_on_cpu
-
-        kept_shape = shape_on_cpu(x, B, chunk_size)
-    final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
+def _fake(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
+    x, dtype = inputs.x, compute_dtype(inputs.x)
+    kept_shape = operators.kernels("ssd", x).kept_shape(inputs)
+    final_state = x.new_empty(x.shape[0], *x.shape[2:], inputs.B.shape[3], dtype=dtype)
     return x.new_empty(x.shape), final_state, x.new_empty(kept_shape, dtype=dtype)
 
 
-@torch.library.custom_op("mambakit::ssd_backward", mutates_args=(), device_types="cpu")
-def _ssd_backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
-    dt_low: float, dt_high: float, chunk_size: int | None, doc_ids: Tensor | None, initial_state: Tensor | None,
-    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, dt, A, B, C, D, dt_bias, initial_state; empty where the argument is absent."""
-    from .cpu import ssd as kernels
-
-    dtype = compute_dtype(x)
-    softplus = positive_dt(dt, dt_bias, dt_softplus, dtype)
-    steps = softplus.clamp(dt_low, dt_high)
-    starts = document_starts("ssd", doc_ids)
-    xs, dys = x.to(dtype), dy.to(dtype)
-    dD = None
-    if D is not None:
-        dD = (dys * xs).sum((0, 1) if D.dim() == 2 else (0, 1, 3))
-    dx, ddt, dA, dB, dC, dinitial_state = kernels.backward(
-        xs, steps, A, B, C, starts, kept, chunk_size, dys, dfinal_state, dtype
-    )
-    if D is not None:
-        dx.addcmul_(_per_channel(D, dtype), dys)
-    ddt *= (softplus >= dt_low) & (softplus <= dt_high)
-    if dt_softplus:
-        ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
-    ddt_bias = ddt.sum((0, 1)) if dt_bias is not None else None
-    return gradients([dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state], [x, dt, A, B, C, D, dt_bias, initial_state])
-
-
-@_ssd_backward.register_kernel("cuda")
-def _ssd_backward_cuda(*arguments: Any) -> list[Tensor]:
-    from .gpu import ssd as kernels
-
-    grads = kernels.backward(*_with_limits(arguments))
-    return gradients(grads, [*arguments[:7], arguments[12]])
-
-
-@_ssd_backward.register_fake
-def _ssd_backward_fake(*arguments: Any) -> list[Tensor]:
-    return empty_gradients([*arguments[:7], arguments[12]])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, dt_softplus, dt_low, dt_high, chunk_size, doc_ids, initial_state = inputs
-    kept = output[2]
-    ctx.options = dt_softplus, dt_low, dt_high, chunk_size
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(kept)
-    ctx.save_for_backward(*tensors, doc_ids, initial_state, kept)
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    *tensors, doc_ids, initial_state, kept = ctx.saved_tensors
-    dy = dy if dy is not None else torch.zeros_like(tensors[0])
-    grads = _ssd_backward(*tensors, *ctx.options, doc_ids, initial_state, kept, dy, dfinal_state)
-    *dtensors, dinitial_state = only_given(grads, [*tensors, initial_state])
-    return *dtensors, None, None, None, None, None, dinitial_state
-
-
-_ssd.register_autograd(_differentiate, setup_context=_save)
+_ssd, _ = operators.define("ssd", SSDInputs, outputs=("y", "final_state"), kept=("kept",), fake=_fake)
 
 
 def _why_not_triton(
@@ -378,13 +286,7 @@ def _why_no_step(*arguments: Any) -> str | None:
     return None
 
 
-def _step_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from .gpu import ssd as kernels
-
-    return kernels.step(*arguments)
-
-
 dispatch.TABLE["ssd_step"] = {
-    "triton": dispatch.Row(_step_kernel, _why_no_step),
+    "triton": dispatch.Row(lambda x, *rest: operators.kernels("ssd", x).step(x, *rest), _why_no_step),
     **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_plain_step)),
 }

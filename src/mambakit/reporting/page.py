@@ -22,37 +22,32 @@ NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
 
 
 def report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write one page about one run or several, to `out` or to report.html in the first run. Returns its path."""
+    """Write one page about one run or several, whole or not at all, to `out` or to report.html in the first run."""
     folders = [Path(run) for run in paths_of(runs)]
     if not folders:
         raise UserError("there is nothing to draw; name a run folder, as made by mambakit train --out RUN")
     target = path_of(out) if out is not None else folders[0] / "report.html"
-    write_report(folders, target)
-    return target
-
-
-def write_report(runs: Sequence[Path], out: Path) -> None:
-    """Read the run folders and write the report to `out`, whole or not at all."""
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; name a file for the report, such as {out / 'report.html'}")
-    if out.is_file() and b"mambakit report" not in out.read_bytes()[:4096]:
-        raise UserError(f"{out} exists and is no report; name another place with --out")
-    records = [read_run(folder) for folder in runs]
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file for the report, such as {target / 'report.html'}")
+    if target.is_file() and b"mambakit report" not in target.read_bytes()[:4096]:
+        raise UserError(f"{target} exists and is no report; name another place with --out")
+    records = [read_run(folder) for folder in folders]
     if len({record.name for record in records}) < len(records):  # such as a/small and b/small: show their paths
-        records = [replace(record, name=str(folder)) for record, folder in zip(records, runs, strict=True)]
+        records = [replace(record, name=str(folder)) for record, folder in zip(records, folders, strict=True)]
     # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     page = render(records).encode("utf-8", "replace")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(page)
-        os.replace(temporary, out)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in NO_PLACE:
-            raise UserError(f"{out} cannot be written: {error.strerror}; name another place with --out") from None
+            raise UserError(f"{target} cannot be written: {error.strerror}; name another place with --out") from None
         raise
+    return target
 
 
 def render(runs: Sequence[RunRecord]) -> str:

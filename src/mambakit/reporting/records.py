@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from array import array
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..files import UserError, read_json
+from ..files import UserError, json_lines, read_json
 
 TRAIN_KEYS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory_bytes", "epoch")
 EVAL_KEYS = ("loss", "perplexity", "bits_per_byte")
@@ -108,17 +107,12 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     A broken last line is left out: it is still being written.
     """
     is_broken = False
-    with path.open("rb") as file:
-        for line in file:
-            if is_broken:
-                yield {}
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            is_broken = not isinstance(record, dict)
-            if not is_broken:
-                yield record
+    for record in json_lines(path):
+        if is_broken:
+            yield {}
+        is_broken = record is None
+        if record is not None:
+            yield record
 
 
 def number(value: object) -> float:

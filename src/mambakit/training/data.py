@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from ..checkpoint import CheckpointError
 from ..checkpoint.state import Progress, TrainingState
 from ..config import ConfigError, RunConfig, resolve
-from ..data.foreign import adopt, is_tokens
+from ..data.foreign import import_tokens, is_tokens
 from ..data.lanes import Range, document_ranges, num_targets
 from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
@@ -22,7 +22,9 @@ from ..files import UserError
 from ..progress import say
 from .own_batches import own_batches
 
-ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "mix", "temperature")  # of the data, for its rows
+# Settings of the data: those that decide the order of its rows, and those that have an effect on text alone.
+ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "mix", "temperature")
+TEXT_SETTINGS = ("tokenizer", "val_fraction", "text_column", "separator")
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,12 @@ class TrainingData:
         return self.loader.stream if self.loader else None
 
     @property
-    def fingerprint(self) -> str | None:
-        """Of the rows and their order, to notice other data on resume."""
-        return self.loader.fingerprint if self.loader else None
-
-    @property
     def epoch_rows(self) -> int | None:
         return self.loader.epoch_rows if self.loader else None
 
 
 def find_shards(config: RunConfig, run: Path) -> Path | None:
-    """The folder of shards to train on, prepared now where text was named; the run's own files are no text."""
+    """The folder of shards to train on. Text is prepared now, without the run's own files."""
     paths = [Path(path) for path in config.data.path]
     if not paths:
         return None
@@ -58,39 +55,32 @@ def find_shards(config: RunConfig, run: Path) -> Path | None:
             raise UserError("data.path names a folder of shards and more; name one such folder, or text alone")
         return paths[0]
     if all(is_tokens(path) for path in paths):
-        return adopt(paths, config.data.tokenizer, config.data.tokens)
-    return prepare_once(
-        config.data.path, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction,
-        text_column=config.data.text_column, separator=config.data.separator, leave_out=run,
-    )  # fmt: skip
+        return import_tokens(paths, config.data.tokenizer, config.data.tokens)
+    if config.data.tokens != "auto":
+        raise ConfigError(
+            f"data.tokens={config.data.tokens} is for files of tokens (.bin, .npy), and not all of data.path are such; "
+            "remove it"
+        )
+    return prepare_once(config.data.path, leave_out=run, **config.data.model_dump(include=set(TEXT_SETTINGS)))
 
 
 def open_data(
     config: RunConfig, shards: Path | None, batches: Iterable[Any] | None, progress: Progress
 ) -> TrainingData:
-    """The data of a run that has come so far."""
+    """The data of a run that has come so far. Without `shards` there are batches."""
     if shards is None:
-        return TrainingData(_own_batches(() if batches is None else batches, progress, config))
+        return TrainingData(own_batches(batches, progress.step, config))
     val = TokenStream(shards, "val")
     loader = None
     if batches is None:
         loader = Loader(TokenStream(shards, "train"), config.data, config.batch_rows, next_row=progress.next_row)
-    return TrainingData(
-        iter(loader) if loader else _own_batches(() if batches is None else batches, progress, config),
-        loader, val, tuple(_val_ranges(val, config.train.eval_tokens)), tokenizer_of(shards),
-        (read_index(shards).end_token,),
-    )  # fmt: skip
-
-
-def _own_batches(batches: Iterable[Any], progress: Progress, config: RunConfig) -> Iterator[Batch]:
-    if progress.step:
-        say(f"skipping the first {progress.step:,} of the batches: the run has seen them")
-    rows = config.batch_rows if config.data.carry_state else None
-    return own_batches(batches, progress.step, config.model.vocab_size, rows)
+    rows = iter(loader) if loader else own_batches(batches, progress.step, config)
+    ranges = tuple(_val_ranges(val, config.train.eval_tokens))
+    return TrainingData(rows, loader, val, ranges, tokenizer_of(shards), (read_index(shards).end_token,))
 
 
 def _val_ranges(val: TokenStream, eval_tokens: int | None) -> list[Range]:
-    """What is evaluated on: documents with something to predict, else the loss of nothing would be the best."""
+    """The documents that are evaluated on. A split with no token to predict would have the best loss, 0."""
     if not len(val):
         return []
     ranges = document_ranges(val, eval_tokens)
@@ -116,7 +106,7 @@ def tokenizer_of(shards: Path) -> Tokenizer:
 
 
 def check_tokenizer(shards: Path, model: Path | None) -> None:
-    """The tokenizer of the shards is whole, and that of the model: token ids mean nothing by another one."""
+    """Check that the tokenizer of the shards is intact, and that it is the model's."""
     ours, theirs = tokenizer_of(shards).to_str(), model / TOKENIZER if model else None
     if theirs is not None and theirs.is_file() and not same_tokenizer(theirs.read_text(encoding="utf-8"), ours):
         raise CheckpointError(

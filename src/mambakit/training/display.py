@@ -24,7 +24,7 @@ class Display:
     def __init__(self, total_steps: int, first_step: int, log_every: int) -> None:
         self.total_steps, self.first_step, self.log_every = total_steps, first_step, log_every
         self.begin = time.monotonic()
-        self.first_done: float | None = None  # when the first step was: it compiles, and says little of those to come
+        self.first_done: float | None = None  # when the first step ended: it compiles, and so is no measure of others
         self.record: dict[str, Any] = {}
         self.last_eval: dict[str, Any] = {}
         self.smooth: dict[str, float] = {}
@@ -52,16 +52,11 @@ class Display:
             say(str(message))
 
     def stopping(self, signal_name: str) -> None:
-        """Answer a signal, from another thread than the one that trains."""
+        """Say that the run stops. Called from another thread than the one that trains."""
         again = " Ctrl-C again ends at once, back to the last checkpoint." if signal_name == "SIGINT" else ""
         self.say(f"{signal_name}: stopping after what is being computed, then saving.{again}")
 
-    def seconds(self) -> float:
-        """Since the run was opened."""
-        return time.monotonic() - self.begin
-
     def show(self, record: dict[str, Any]) -> None:
-        """A record of the run, whatever its type."""
         {"train": self._step, "eval": self._evaluation, "sample": self._sample}[record["type"]](record)
 
     def _step(self, record: dict[str, Any]) -> None:
@@ -100,7 +95,7 @@ class Display:
             self.say(f"step {record['step']:,}: sample after {record['prompt']!r}:\n{record['text']}\n")
 
     def time_left(self) -> float | None:
-        """By the steps after the first, evaluations and checkpoints included; None until there is one."""
+        """Seconds, by the steps after the first with their evaluations and checkpoints; None before the second step."""
         step = int(self.record.get("step", self.first_step))
         done = step - self.first_step - 1
         if self.first_done is None or done < 1:
@@ -108,7 +103,7 @@ class Display:
         return (time.monotonic() - self.first_done) / done * (self.total_steps - step)
 
     def _cells(self) -> Iterator[tuple[str, str]]:
-        """The figures, in words and units; those not known on this machine are left out."""
+        """Name and value of each figure that is known."""
         record, smooth = self.record, self.smooth
         if not record:
             return

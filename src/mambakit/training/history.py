@@ -3,55 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..files import sync
 from ..measure import environment
 
+if TYPE_CHECKING:
+    from .loop import Run
+
 NAME = "history.jsonl"
+Origin = Mapping[str, Any]  # what a new run was made of: `data` as it was named, and `init_from`
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """What a new run was made of: the data as it was named, and the model it started from."""
-
-    data: tuple[str, ...] = ()
-    init_from: str = ""
-
-
-def named_data(run: Path) -> str:
-    """The data as the run's beginning named it, for a message."""
-    named: list[Any] = next((line["data"] for line in _read(run / NAME) if isinstance(line.get("data"), list)), [])
+def named_data(folder: Path) -> str:
+    """The data as it was named when the run was begun, for a message."""
+    named: list[Any] = next((line["data"] for line in _read(folder / NAME) if isinstance(line.get("data"), list)), [])
     return " ".join(str(path) for path in named)
 
 
-def note(
-    run: Path, step: int, device: torch.device, dtype: torch.dtype, changed: Sequence[str], origin: Origin
-) -> None:
+def note(run: Run, step: int) -> None:
     """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped."""
-    about = environment(device)
+    about, path = environment(run.device), run.folder / NAME
     line = {
         "step": step,
         "time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": about["device"]["name"],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(run.dtype).removeprefix("torch."),
         "versions": about["versions"],
-        "changed": list(changed),
-        **{name: value for name, value in dataclasses.asdict(origin).items() if value},
+        "changed": list(run.changed),
+        **{name: value for name, value in run.origin.items() if value},
     }
-    kept = [other for other in _read(run / NAME) if other["step"] < step]
-    beside = run / f".{NAME}.{os.getpid()}"
+    kept = [other for other in _read(path) if other["step"] < step]
+    beside = path.with_name(f".{NAME}.{os.getpid()}")
     beside.write_text("".join(json.dumps(each) + "\n" for each in [*kept, line]), encoding="utf-8")
     sync(beside)
-    beside.replace(run / NAME)
+    beside.replace(path)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""The training loop: look (evaluate, sample), save, step, until the end.
+"""The training loop: evaluate and sample, save, step, until the end.
 
 Everything that happens is a function of what a checkpoint holds: weights, optimizer, random states, carried states and
-`Progress`. A step that is left off half-way is as if it had not begun; an evaluation likewise. So a run that was
-stopped anywhere goes on to the same bits as one that was not.
+`Progress`. A step or an evaluation that is interrupted has no effect. So a run that was stopped anywhere goes on to the
+same bits as one that was not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..data.shards import TokenStream
 from ..evaluation import score
 from ..files import RunError, UserError, replace_json
 from ..generate import generate_text
-from ..measure import Moment, Numbers, peak_memory
+from ..measure import Moment, Numbers, is_out_of_memory, peak_memory
 from ..model import MambaLM, State
 from . import history
 from .data import TrainingData
@@ -35,12 +35,13 @@ from .display import Display
 from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .passes import GraphedPass, Pass
-from .recorder import Recorder
+from .recorder import Record, Recorder
 from .schedule import learning_rate
 from .start import Start
 from .stopping import Stopper, StopRequested
 
 Found = TypeVar("Found")
+SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Step:
     numbers: Numbers  # loss and gradient norm
     rate: float
     num_tokens: int
-    progress: Progress  # after it
+    progress: Progress  # after the step
 
 
 @dataclass
@@ -74,14 +75,14 @@ class Run:
     stopper: Stopper
     progress: Progress
     carried: State | None = None  # (rows of a batch) with data.carry_state
-    unrecorded: Step | None = None  # the last one, on a GPU: recorded when the next is under way
-    clock: Moment | None = None  # when the last recorded step was done, or the one after a break began
+    unrecorded: Step | None = None  # the last step, on a GPU: recorded when the next one has begun
+    clock: Moment | None = None  # when the last recorded step ended, or when the first one after a break began
     saved_step: int = -1  # of the newest checkpoint; -1 where there is none
     saved_looked_at: int = -1  # of its progress: a stop may have come before the evaluation of its step
-    proven_step: int = -1  # the last one whose weights have given a finite loss
+    proven_step: int = -1  # the last step whose weights have given a finite loss
     has_trained: bool = False  # whether a step was taken since the run was opened
     changed: Sequence[str] = ()  # settings, since the checkpoint
-    origin: history.Origin = dataclasses.field(default_factory=history.Origin)  # of a new run
+    origin: history.Origin = dataclasses.field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -97,14 +98,19 @@ class Run:
         at_end = self.progress.step >= self.total_steps or self.stopped_early
         return at_end and self.progress.looked_at == self.progress.step
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The signal that ended the run before its end."""
+        return None if self.is_done else self.stopper.signal_name
 
-def loop(run: Run) -> Iterator[dict[str, Any]]:
+
+def loop(run: Run) -> Iterator[Record]:
     """Train to the end, or until told to stop; either way the last finished step is saved. Gives each record of
-    metrics.jsonl when it is written; to leave off in between is to stop."""
+    metrics.jsonl when it is written. A caller that leaves the iteration stops the run."""
     with run.stopper.listening(), run.display.shown():
         try:
             while True:
-                look(run)
+                evaluate_and_sample(run)
                 if is_save_due(run):
                     save(run)
                 if run.is_done:
@@ -144,6 +150,11 @@ def step(run: Run) -> None:
         restore_random_states(random, run.device)
         if not isinstance(error, StopRequested):
             _save_what_is_done(run)
+        if is_out_of_memory(error):
+            raise UserError(
+                f"micro-batches of {config.micro_batch_rows} rows do not fit in the memory of {run.device}; lower "
+                f"--train.micro-batch-rows, or take --train.recompute block ({str(error).splitlines()[0]})"
+            ) from None
         raise
     norm = update(run.model, run.optimizer, run.scaler, rate, config.optim.clip)
     run.carried = states
@@ -159,7 +170,7 @@ def step(run: Run) -> None:
 
 
 def _save_what_is_done(run: Run) -> None:
-    """Before an error ends the run; a run that has not begun leaves nothing."""
+    """Before an error ends the run. A run that has not begun leaves nothing."""
     if run.progress.step:
         save(run)
 
@@ -184,7 +195,7 @@ def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
 
 
 def _memory_before(run: Run, micro: Batch, begin: int) -> tuple[Tensor, ...]:
-    """What the rows of a micro-batch remember, where they go on in a document; nothing where states are not carried."""
+    """The states of the rows of a micro-batch that continue a document; nothing where states are not carried."""
     if not run.config.data.carry_state:
         return ()
     if run.carried is None:
@@ -193,7 +204,7 @@ def _memory_before(run: Run, micro: Batch, begin: int) -> tuple[Tensor, ...]:
 
 
 def record_last_step(run: Run) -> None:
-    """Write down the step that is not yet, once its loss is there."""
+    """Record the last step, if it is not yet. Waits for its loss."""
     step, run.unrecorded = run.unrecorded, None
     if step is None:
         return
@@ -201,12 +212,12 @@ def record_last_step(run: Run) -> None:
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
     flops = run.config.model.flops_per_token(training=True) * step.num_tokens
-    run.matmul_flops = max(run.matmul_flops, flops / seconds)  # it was measured while the machine was busy
-    record: dict[str, Any] = {
+    run.matmul_flops = max(run.matmul_flops, flops / seconds)  # the machine may have been busy when it was measured
+    record = {
         "type": "train",
         "step": step.progress.step,
         "loss": loss,
-        "bits_per_byte": _bits_per_byte(run.data.train, loss),
+        "bits_per_byte": bits_per_byte_of(run.data.train, loss),
         "lr": step.rate,
         "grad_norm": norm,
         "tokens": step.progress.tokens,
@@ -215,8 +226,10 @@ def record_last_step(run: Run) -> None:
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
     }
-    if not run.has_trained:
-        _note_beginning(run, step.progress.step - 1)
+    if not run.has_trained:  # until now the config on disk was that of the step before
+        replace_json(run.folder / "config.json", run.config.to_json())
+        history.note(run, step.progress.step - 1)
+        run.has_trained = True
     run.recorder.write(record)
     # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
     if not math.isfinite(loss):
@@ -226,18 +239,10 @@ def record_last_step(run: Run) -> None:
         raise _diverged(run, step.progress.step, "the gradient is")
     run.proven_step = max(run.proven_step, step.progress.step - 1)
     if run.saved_step == step.progress.step - 1:
-        tidy(run)  # what was kept in case that checkpoint is of no use
-
-
-def _note_beginning(run: Run, step: int) -> None:
-    """The config on disk is that of the last step: it changes with the first one that is taken."""
-    replace_json(run.folder / "config.json", run.config.to_json())
-    history.note(run.folder, step, run.device, run.dtype, run.changed, run.origin)
-    run.has_trained = True
+        tidy(run)  # the checkpoint before it is no longer needed
 
 
 def _diverged(run: Run, step: int, what: str) -> RunError:
-    """What is told of a run whose numbers are no numbers any more; nothing of that is saved."""
     lower = min(run.config.optim.lr / 3, 1e-3)
     again = f"Nothing was saved since step {run.saved_step:,}; go on from there"
     if run.saved_step < 0:
@@ -250,7 +255,7 @@ def _diverged(run: Run, step: int, what: str) -> RunError:
 
 
 def _set_unproven_aside(run: Run) -> None:
-    """A checkpoint whose weights give no finite loss is not to be gone on from."""
+    """Set a checkpoint aside whose weights give no finite loss: no run can go on from it."""
     if run.proven_step < run.saved_step:
         folder = native.folder_of(run.folder, run.saved_step)
         place = native.set_aside(run.folder, [folder] if folder.is_dir() else [])
@@ -264,12 +269,12 @@ def _check_weights(run: Run) -> None:
         raise _diverged(run, run.progress.step, "weights are")
 
 
-def _bits_per_byte(data: TokenStream | None, loss: float) -> float | None:
+def bits_per_byte_of(data: TokenStream | None, loss: float) -> float | None:
     return bits_per_byte(loss, data.counts, data.index.vocab_size) if data else None
 
 
-def look(run: Run) -> None:
-    """Evaluate and sample where this step is due for it. Nothing is recorded before all of it is done."""
+def evaluate_and_sample(run: Run) -> None:
+    """Evaluate and sample, if this step is one for it. Nothing is recorded before both are done."""
     progress, config = run.progress, run.config
     if progress.looked_at == progress.step or progress.step == 0:
         return
@@ -281,9 +286,9 @@ def look(run: Run) -> None:
         _check_weights(run)
     records = []
     if evaluates:
-        records.append(_with_room(run, _evaluate))
+        records.append(_with_enough_memory(run, _evaluate))
     if samples:
-        records += _with_room(run, lambda run: list(_sample(run)))
+        records += _with_enough_memory(run, lambda run: list(_sample(run)))
     progress.looked_at = progress.step
     for record in records:
         run.recorder.write(record)
@@ -291,8 +296,8 @@ def look(run: Run) -> None:
             _note_best(run, record["loss"])
 
 
-def _with_room(run: Run, work: Callable[[Run], Found]) -> Found:
-    """What `work` gives; where the GPU's memory is too small for it beside that of the passes, without theirs."""
+def _with_enough_memory(run: Run, work: Callable[[Run], Found]) -> Found:
+    """What `work` gives. Where the GPU's memory is too small, that of the captured passes is released first."""
     try:
         return work(run)
     except torch.OutOfMemoryError:
@@ -306,7 +311,7 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
     return every > 0 and (step % every == 0 or is_last)
 
 
-def _evaluate(run: Run) -> dict[str, Any]:
+def _evaluate(run: Run) -> Record:
     assert run.data.val is not None
     rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
     run.display.doing("evaluating")
@@ -321,7 +326,7 @@ def _evaluate(run: Run) -> dict[str, Any]:
         "step": run.progress.step,
         "loss": result.loss,
         "perplexity": math.exp(min(result.loss, 700.0)),
-        "bits_per_byte": _bits_per_byte(run.data.val, result.loss),
+        "bits_per_byte": bits_per_byte_of(run.data.val, result.loss),
         "targets": result.targets,
     }
 
@@ -334,26 +339,25 @@ def _note_best(run: Run, loss: float) -> None:
         progress.evaluations_without_gain += 1
 
 
-def _sample(run: Run) -> Iterator[dict[str, Any]]:
-    """What the model writes now. Its randomness is its own, so that samples change nothing in the run."""
-    if run.data.tokenizer is None:
+def _sample(run: Run) -> Iterator[Record]:
+    """What the model writes now. Samples have random generators of their own, and so change nothing in the run."""
+    model, data = run.model, run.data
+    if data.tokenizer is None:
         return
-    run.model.eval()
+    options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
+    model.eval()
     try:
         for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
             run.stopper.check()
-            text = generate_text(
-                run.model, run.data.tokenizer, [prompt], end_tokens=run.data.end_tokens, seed=number,
-                max_new_tokens=run.config.track.sample_tokens, temperature=0.8, top_p=0.95,
-            )  # fmt: skip
+            text = generate_text(model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options)
             whole = "".join(piece for _, piece in text)
             yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
     finally:
-        run.model.train()
+        model.train()
 
 
 def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
-    """How some documents begin that the model has not learned from, where there are any."""
+    """How some documents of the validation split begin, or, without one, the training split."""
     data = run.data.val if run.data.val_ranges else run.data.train
     ranges = run.data.val_ranges or ((0, num_tokens),)
     if data is None or run.data.tokenizer is None:
@@ -388,8 +392,8 @@ def save(run: Run) -> None:
 
 
 def tidy(run: Run) -> None:
-    """Say which checkpoint is the best, and delete those that are no longer kept. One more is kept while it is not
-    known that the newest is of use."""
+    """Note which checkpoint is the best, and delete those that are no longer kept. One more is kept until the weights
+    of the newest have given a finite loss."""
     progress, config = run.progress, run.config.checkpoint
     unproven = int(run.proven_step < run.saved_step and not run.is_done)
     best = progress.best_step if config.keep_best else None
@@ -400,10 +404,11 @@ def tidy(run: Run) -> None:
 
 def training_state(run: Run) -> TrainingState:
     """All that the run needs to go on from here, besides the weights."""
-    return TrainingState(
-        dataclasses.replace(run.progress), optimizer_tensors(run.model, run.optimizer), random_states(run.device),
-        run.carried, run.scaler.state_dict(), run.data.fingerprint, run.metrics.length(), run.config.to_json(),
-    )  # fmt: skip
+    progress, random = dataclasses.replace(run.progress), random_states(run.device)
+    optimizer, scaler = optimizer_tensors(run.model, run.optimizer), run.scaler.state_dict()
+    rows = run.data.loader.fingerprint if run.data.loader else None
+    metrics_bytes, config = run.metrics.length(), run.config.to_json()
+    return TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config)
 
 
 def restore(run: Run, state: TrainingState) -> None:

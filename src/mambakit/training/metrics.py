@@ -13,24 +13,29 @@ from ..progress import say
 
 
 class MetricsFile:
-    """metrics.jsonl: each line is on disk before the next is begun; a checkpoint notes how long the file was."""
+    """metrics.jsonl: each line is written completely before the next; a checkpoint notes the length of the file."""
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        """Open the file, and take back what was written after its first `length` bytes."""
+        """Open the file, and remove what was written after its first `length` bytes."""
         found = path.stat().st_size if path.exists() else 0
         if found < length:
             say(
                 f"{path} has {found} bytes, but {length} were there when the checkpoint was made: records are lost; "
                 "going on after the last whole one"
             )
-            length = _end_of_last_line(path, found)
+            length = path.read_bytes().rfind(b"\n") + 1 if found else 0
         self._path = path
         self._file = path.open("ab")
         self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(finite(record), allow_nan=False)
+        """NaN and infinity, which JSON does not have, are written as null."""
+        finite = {
+            key: value if not isinstance(value, float) or math.isfinite(value) else None
+            for key, value in record.items()
+        }
+        line = json.dumps(finite, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
@@ -51,33 +56,10 @@ class MetricsFile:
         self._file.close()
 
 
-def _end_of_last_line(path: Path, size: int) -> int:
-    """Where the last line that is whole ends, of the first `size` bytes."""
-    if not size:
-        return 0
-    with path.open("rb") as file:
-        while size:
-            begin = max(0, size - 2**16)
-            file.seek(begin)
-            if (at := file.read(size - begin).rfind(b"\n")) >= 0:
-                return begin + at + 1
-            size = begin
-    return 0
-
-
-def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """NaN and infinity have no word in JSON."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-
-
 def bits_per_byte(loss: float, counts: SplitCounts, vocab_size: int) -> float | None:
-    """What it costs to write down a byte of text with this mean loss, or None where bytes were not counted, or where
-    parts of the text (prompts, what a user says) are not learned: their bytes are not counted apart.
-
-    A document's first token, which no model is asked to predict, is charged as if all tokens were equally likely.
-    """
+    """The mean loss in bits per byte of text. A document's first token, which is not predicted, is charged as if all
+    tokens were equally likely. None where bytes were not counted, or where parts of the text (prompts) are not learned:
+    their bytes are not counted apart."""
     if not counts.bytes or counts.targets != counts.tokens - counts.documents:
         return None
     nats = loss * counts.targets + counts.documents * math.log(vocab_size)

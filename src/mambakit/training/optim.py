@@ -14,17 +14,11 @@ from ..config import OptimConfig
 WITHOUT_DECAY = ("A_log", "D", "dt_bias", "norm.weight", "norm_f.weight", "bias")
 
 
-def is_decayed(name: str) -> bool:
-    return not any(name == end or name.endswith(f".{end}") for end in WITHOUT_DECAY)
-
-
 def decay_groups(model: nn.Module) -> dict[str, list[str]]:
     """Names of all parameters, by whether weight decay acts on them. Each unique parameter is there once."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {
-        "decay": [name for name in names if is_decayed(name)],
-        "no decay": [name for name in names if not is_decayed(name)],
-    }
+    fixed = [name for name in names if any(name == end or name.endswith(f".{end}") for end in WITHOUT_DECAY)]
+    return {"decay": [name for name in names if name not in fixed], "no decay": fixed}
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
@@ -83,5 +77,5 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tenso
         prefix = f"{name}/"
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
-            # The count of steps stays where the fused kernel wants it: with the parameters.
+            # The fused kernel needs the count of steps on the device of the parameter.
             optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""Batches of a person's own, in place of the loader's: tensors, arrays or lists."""
+"""A caller's own batches, in place of the loader's: tensors, arrays or lists."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import RunConfig
 from ..data.loader import Batch
 from ..files import UserError
+from ..progress import say
 
 DTYPES = {
     "tokens": torch.int64,
@@ -22,23 +24,19 @@ DTYPES = {
 }
 
 
-def own_batches(batches: Any, skip: int, vocab_size: int, rows: int | None = None) -> Iterator[Batch]:
-    """A person's own batches, checked; those that a resumed run has seen are skipped. With `rows`, each has so many."""
+def own_batches(batches: Any, skip: int, config: RunConfig) -> Iterator[Batch]:
+    """The caller's batches, checked. Those that a resumed run has seen are skipped."""
+    if skip:
+        say(f"skipping the first {skip:,} of the batches: the run has seen them")
     try:
         given = iter(batches)
     except TypeError:
         raise UserError(f"batches is a {type(batches).__name__}; need an iterable of batches") from None
-    return (_checked(value, vocab_size, rows) for value in itertools.islice(given, skip, None))
+    return (_checked(_as_batch(value), config) for value in itertools.islice(given, skip, None))
 
 
-def _checked(value: Any, vocab_size: int, rows: int | None) -> Batch:
-    batch = as_batch(value)
-    _check(batch, vocab_size, rows)
-    return batch
-
-
-def as_batch(value: Any) -> Batch:
-    """A batch of one's own: `Batch`, a mapping, or (B, L+1) tokens; tensors, arrays or lists."""
+def _as_batch(value: Any) -> Batch:
+    """From a `Batch`, a mapping, or (B, L+1) tokens; tensors, arrays or lists."""
     if isinstance(value, Batch):
         value = {name: getattr(value, name) for name in DTYPES}
     if not isinstance(value, Mapping):
@@ -59,12 +57,12 @@ def as_batch(value: Any) -> Batch:
     )
 
 
-def _check(batch: Batch, vocab_size: int, rows: int | None) -> None:
-    shape = tuple(batch.tokens.shape)
+def _checked(batch: Batch, config: RunConfig) -> Batch:
+    shape, vocab_size = tuple(batch.tokens.shape), config.model.vocab_size
     if 0 in shape:
         raise UserError(f"a batch has tokens of shape {shape}; need at least one row of one token and its target")
-    if rows is not None and shape[0] != rows:
-        raise UserError(f"a batch has {shape[0]} rows; with data.carry_state, need {rows} in every one")
+    if config.data.carry_state and shape[0] != config.batch_rows:
+        raise UserError(f"a batch has {shape[0]} rows; with data.carry_state, need {config.batch_rows} in every one")
     for name in DTYPES:
         found, need = tuple(getattr(batch, name).shape), shape if name != "carries" else shape[:1]
         if found != need:
@@ -77,6 +75,7 @@ def _check(batch: Batch, vocab_size: int, rows: int | None) -> None:
             wrong = low if low < 0 else high
             mask = "; targets that do not count go into loss_mask" if name == "targets" else ""
             raise UserError(f"a batch has {name} with {wrong}, outside the vocabulary 0…{vocab_size - 1}{mask}")
+    return batch
 
 
 def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""A pass over a micro-batch: forward and backward, which leaves gradients in the parameters or adds to them.
+"""A pass over a micro-batch: forward and backward, which sets the gradients of the parameters or adds to them.
 
-On a GPU a pass is hundreds of kernels, and those of a small batch are done before the host has named the next one. So
-they are captured once as a CUDA graph, which one call replays: the same kernels in the same order, on the same memory.
+On a GPU a pass is hundreds of kernels. For a small batch they run faster than the host launches them. So they are
+captured once as a CUDA graph, which one call replays: the same kernels in the same order, on the same memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from ..device import autocast
 from ..model import MambaLM, Output, State
@@ -20,11 +21,11 @@ from ..progress import say
 
 @dataclass(frozen=True)
 class PlainPass:
-    """A function of a micro-batch (B, L), of the number of targets in the whole batch, and of the tensors of the state
-    before it, if any: the loss, as a share of the batch's mean, and the tensors of the state after it."""
+    """Takes a micro-batch (B, L), the number of targets in the whole batch, and the tensors of the state before it, if
+    any. Gives its part of the batch's mean loss, and the tensors of the state after it."""
 
     forward: Callable[..., Output]  # the model, or its compiled form
-    scaler: torch.amp.GradScaler
+    scaler: GradScaler
     device: torch.device
     dtype: torch.dtype
     state_of: Callable[[Sequence[Tensor]], State] | None = None  # the state whose tensors these are
@@ -45,45 +46,41 @@ class PlainPass:
         return loss.detach(), *(output.state.detach().tensors() if memory else ())
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, ...]
-
-
 class GraphedPass:
-    """A pass as CUDA graphs: one that leaves gradients, and one that adds to them.
+    """A pass as CUDA graphs: one that sets the gradients, and one that adds to them.
 
-    Inputs whose first is not of `shape` take the plain way, and always do: which way a batch goes does not depend on
-    what came before it, so that a resumed run cannot differ. For the same reason the pass that has to run before
-    anything can be captured counts for nothing. What cannot be captured, for want of memory perhaps, goes plainly too.
+    A batch is captured if its tokens have this `shape`. That does not depend on the batches before it, so a resumed run
+    computes the same. For the same reason the pass that must run before a capture has no effect. Where a capture fails,
+    for want of memory perhaps, passes are plain.
     """
 
     def __init__(
         self, plain: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter], shape: tuple[int, ...]
     ) -> None:
         self._plain, self._parameters, self._shape = plain, list(parameters), torch.Size(shape)
-        self._captured: dict[bool, _Captured] = {}  # by whether they add
+        self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}  # with outputs; by `adds`
         self._inputs: tuple[Tensor | None, ...] = ()
         self._gradients: list[Tensor | None] = []
-        self._pool: Any = None  # memory of both graphs, which take turns; torch keeps it by stream, so that is one too
+        self._pool: Any = (
+            None  # memory of both graphs, which take turns; torch keeps it by stream, so that they share one
+        )
         self._stream: torch.cuda.Stream | None = None
         self._is_refused = False
-        self.hidden_bytes = 0  # of memory that replays use, although torch counts it as free
+        self.hidden_bytes = 0  # memory that replays use, although torch counts it as free
 
     @property
     def is_captured(self) -> bool:
         return bool(self._captured)
 
     def release(self) -> None:
-        """Give back the memory of the passes. The next one is captured anew."""
+        """Free the memory of the graphs. The next pass is captured anew."""
         self._captured, self._inputs, self._gradients = {}, (), []
         self._pool, self.hidden_bytes = None, 0
         torch.cuda.empty_cache()
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         adds = self._parameters[0].grad is not None
-        if not self._serves(inputs, adds):
+        if not self._can_replay(inputs, adds):
             return self._plain(*inputs)
         if not self._inputs:
             self._inputs = tuple(torch.empty_like(given) if given is not None else None for given in inputs)
@@ -94,12 +91,12 @@ class GraphedPass:
             self._capture(adds)
         if self._is_refused:
             return self._plain(*inputs)
-        captured = self._captured[adds]
-        captured.graph.replay()
+        graph, outputs = self._captured[adds]
+        graph.replay()
         self._set_gradients(self._gradients)
-        return tuple(output.clone() for output in captured.outputs)  # the next replay writes over them
+        return tuple(output.clone() for output in outputs)  # the next replay writes over them
 
-    def _serves(self, inputs: tuple[Tensor | None, ...], adds: bool) -> bool:
+    def _can_replay(self, inputs: tuple[Tensor | None, ...], adds: bool) -> bool:
         first = inputs[0]
         if self._is_refused or first is None or first.shape != self._shape:
             return False
@@ -111,20 +108,20 @@ class GraphedPass:
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         random = torch.cuda.get_rng_state(device)
         if not adds:
-            self._rehearse(stream)
+            self._warm_up(stream)
             torch.cuda.set_rng_state(random, device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.reset_peak_memory_stats(device)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, those that load data, may go on with what a capture forbids.
+            # Threads that load data may make calls that a capture forbids.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = self._plain(*self._inputs)
-        except RuntimeError as error:  # memory that is too small among them
+        except RuntimeError as error:  # too little memory, for example
             say(f"the passes are not captured as a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
             self._set_gradients(self._gradients if adds else [None] * len(self._parameters))
             self._is_refused = True
-            torch.cuda.set_stream(current)  # it may have stayed the other one
+            torch.cuda.set_stream(current)  # a failed capture may not have restored it
             _renew_generator(random, device)
             self.release()
             return
@@ -133,10 +130,10 @@ class GraphedPass:
         hidden = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         self.hidden_bytes = max(self.hidden_bytes, hidden)
         torch.cuda.reset_peak_memory_stats(device)
-        self._captured[adds] = _Captured(graph, outputs)
+        self._captured[adds] = graph, outputs
 
-    def _rehearse(self, stream: torch.cuda.Stream) -> None:
-        """One pass that counts for nothing: it compiles, and allocates what outlives a pass."""
+    def _warm_up(self, stream: torch.cuda.Stream) -> None:
+        """One pass without effect: it compiles, and allocates what is kept between passes."""
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -150,7 +147,7 @@ class GraphedPass:
 
 
 def _renew_generator(state: Tensor, device: torch.device) -> None:
-    """After a capture that failed, the generator of random numbers believes that it still goes on."""
+    """After a failed capture the random number generator still counts as being captured: replace its state."""
     fresh = torch.Generator(device)
     fresh.set_state(state)
     torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
@@ -160,11 +157,9 @@ Pass = PlainPass | GraphedPass
 
 
 def make_pass(
-    model: MambaLM, scaler: torch.amp.GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool,
-    graphed: bool,
-) -> Pass:  # fmt: skip
-    """The pass over micro-batches of this shape: a CUDA graph where there is a GPU, unless torch.compile has its own
-    way."""
+    model: MambaLM, scaler: GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool, graphed: bool
+) -> Pass:
+    """The pass over micro-batches of this shape: CUDA graphs on a GPU, unless torch.compile is used."""
     device = model.lm_head.weight.device
     plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
     if not graphed or compiled or device.type != "cuda":

@@ -1,28 +1,26 @@
-"""Records of a run: each is handed to all who want it, one after the other."""
+"""Records of a run. Each is given to several sinks: the file of metrics, the display."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-Record = dict[str, Any]  # with `type`: train, eval or sample
-Sink = Callable[[Record], None]
+Record = dict[str, Any]  # a line of metrics.jsonl, with `type`: train, eval or sample
 
 
 class Recorder:
-    """Gives each record to its sinks, the file of metrics first; holds it until `take`, for who goes through the run
-    step by step."""
+    """Gives each record to its sinks in their order, and keeps it until `take`."""
 
-    def __init__(self, *sinks: Sink) -> None:
+    def __init__(self, *sinks: Callable[[Record], None]) -> None:
         self._sinks = sinks
-        self._untaken: list[Record] = []
+        self._kept: list[Record] = []
 
     def write(self, record: Record) -> None:
         for sink in self._sinks:
             sink(record)
-        self._untaken.append(record)
+        self._kept.append(record)
 
     def take(self) -> list[Record]:
         """The records since the last call."""
-        records, self._untaken = self._untaken, []
+        records, self._kept = self._kept, []
         return records

@@ -29,7 +29,7 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..progress import say, silence
 from . import history
-from .data import check_same_rows, check_tokenizer, find_shards, open_data
+from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
 from .history import Origin
 from .loop import Run, loop, restore, save, tidy
@@ -37,14 +37,13 @@ from .metrics import MetricsFile
 from .optim import make_optimizer
 from .passes import make_pass
 from .recorder import Recorder
-from .sizing import check_memory, unsaid
-from .start import Resume, Start, check_place
+from .sizing import check_memory, default_settings
+from .start import Resume, Start, check_folder
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
 
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
-FOR_TEXT = ("tokenizer", "val_fraction", "text_column", "separator")  # settings of the data
 Layers = Sequence[Mapping[str, Any]]  # of settings, of which later ones win
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -75,12 +74,11 @@ def train(
 ) -> Result:
     """Train a model as `config` says, in the run folder `out`.
 
-    `config` is a RunConfig, nested settings, or a file of them. `batches`, an iterable of your own, takes the loader's
-    place: each item is a `Batch`, a mapping with `tokens`, `targets` and if need be `doc_ids` and `loss_mask`, or L+1
-    tokens a row, as a tensor, an array or lists. `resume` goes on from the newest good checkpoint of `out`, or from the
-    one named; where there is none yet, the run starts; `batches` are then given from their beginning, of which those
-    that the run has seen are skipped. `init_from` starts with the weights of another model. `quiet`
-    shows nothing of it.
+    `config` is a RunConfig, nested settings, or a file of them. `batches`, an iterable, replaces the loader: each item
+    is a `Batch`, a mapping with `tokens`, `targets` and optionally `doc_ids` and `loss_mask`, or L+1 tokens a row, as a
+    tensor, an array or lists. `resume` goes on from the newest good checkpoint of `out`, or from the one named; where
+    there is none yet, the run starts. Give `batches` from their beginning: those that the run has seen are skipped.
+    `init_from` starts with the weights of another model. `quiet` shows nothing.
     """
     with silence() if quiet else contextlib.nullcontext():
         return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from)
@@ -97,17 +95,16 @@ def training_steps(
 ) -> Iterator[dict[str, Any]]:
     """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval or sample.
 
-    To break out of the loop saves the run, as Ctrl-C does, which then goes on as KeyboardInterrupt.
+    Breaking out of the loop saves the run. So does Ctrl-C, which then raises KeyboardInterrupt.
     """
     with contextlib.ExitStack() as stack:
         if quiet:
             stack.enter_context(silence())
-        run = stack.enter_context(_opened([_layer(config)], batches, out=out, resume=resume, init_from=init_from))
+        run = stack.enter_context(_opened([_layer(config)], batches, out, resume, init_from))
         yield from _train(run)
-    stopped_by = _result(run).stopped_by
-    if stopped_by == "SIGINT":
+    if run.stopped_by == "SIGINT":
         raise KeyboardInterrupt
-    if stopped_by is not None:
+    if run.stopped_by is not None:
         raise SystemExit(STOPPED_AFTER_SAVING)
 
 
@@ -125,11 +122,11 @@ def train_layers(
     resume: Resume = False,
     init_from: str | Path | None = None,
 ) -> Result:
-    """`train`, with the config as layers of settings that are given, so that a resumed run knows which were not."""
-    with _opened(layers, batches, out=out, resume=resume, init_from=init_from) as run:
+    """`train`, with the config as layers of the settings that were given. A resumed run keeps all others."""
+    with _opened(layers, batches, out, resume, init_from) as run:
         for _ in _train(run):
             pass
-    return _result(run)
+    return Result(run.folder, run.progress.step, run.total_steps, run.progress.best_loss, run.stopped_by)
 
 
 def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
@@ -140,19 +137,19 @@ def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
     if folder is None or not is_shards(folder):
         return config
     index = read_index(folder)
-    return resolve(unsaid(layers, index, choose_device(config.parallel.device)), *layers, vocab_size=index.vocab_size)
+    defaults = default_settings(layers, index, choose_device(config.parallel.device))
+    return resolve(defaults, *layers, vocab_size=index.vocab_size)
 
 
 @contextlib.contextmanager
 def _opened(
-    layers: Layers, batches: Iterable[Any] | None, *, out: str | Path | None, resume: Resume,
-    init_from: str | Path | None,
-) -> Iterator[Run]:  # fmt: skip
+    layers: Layers, batches: Iterable[Any] | None, out: str | Path | None, resume: Resume, init_from: str | Path | None
+) -> Iterator[Run]:
     """A run, locked and ready to train."""
-    folder = _place(out, resume)
+    folder = _run_folder(out, resume)
     if not resume and init_from is None:
         resolve(*layers)  # mistakes are told before anything is made
-    check_place(folder, resume)
+    check_folder(folder, resume)
     with _locked(folder):
         start = Start.of(folder, resume, init_from)
         config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
@@ -160,13 +157,13 @@ def _opened(
         run = _assemble(start, config, model, shards, batches, origin)
         with contextlib.closing(run.metrics):
             if start.init_from is not None:
-                save(run)  # before the config, which says that there is a run: no seed makes these weights again
+                save(run)  # before config.json, which makes it a run: no seed can draw these weights again
             if not (folder / "config.json").exists():
                 replace_json(folder / "config.json", run.config.to_json())
             yield run
 
 
-def _place(out: str | Path | None, resume: Resume) -> Path:
+def _run_folder(out: str | Path | None, resume: Resume) -> Path:
     if out is None and resume:
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
     if out is not None and not str(out):
@@ -175,8 +172,8 @@ def _place(out: str | Path | None, resume: Resume) -> Path:
 
 
 def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tuple[RunConfig, Path | None, Origin]:
-    """The config of the run, and its shards, which have a say in it: their vocabulary, and for a new run what nobody
-    has set. Mistakes are told before text is prepared."""
+    """The config of the run, its shards, and what a new run is made of. The config takes the vocabulary from the
+    shards, and a new run the settings that nobody has given. Mistakes are told before text is prepared."""
     layers = [*start.settings, *given]
     config = resolve(*layers)
     if not config.data.path and not has_batches:
@@ -190,12 +187,12 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         )
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
-    origin = Origin(config.data.path if start.is_new else (), str(start.init_from or ""))
+    origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
     shards = find_shards(config, start.folder)
     if shards:
         index = read_index(shards)
         if start.is_new:
-            layers = [unsaid(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
+            layers = [default_settings(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
         # Where the shards are, so that a resumed run finds them although the text has changed since.
         layers = [*layers, {"data": {"path": [str(shards.absolute())]}}]
         config = resolve(*layers, vocab_size=index.vocab_size)
@@ -220,7 +217,7 @@ def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
         loaded = huggingface.read(start.checkpoint, torch.float32)
     else:
         torch.manual_seed(config.train.seed)
-        drawn = MambaLM(config.model).state_dict()  # also where others are read: the generator goes on from here
+        drawn = MambaLM(config.model).state_dict()  # drawn even if weights are read: dropout uses the same generator
         if start.init_from is None:
             return drawn
         loaded = load(start.init_from, dtype=torch.float32).model
@@ -254,8 +251,8 @@ def _assemble(
     check_same_rows(state, data.loader, start.checkpoint)
     total_steps = _total_steps(config, data.loader, progress)
     _check_length(config, total_steps, has_evaluations=bool(data.val_ranges))
-    _make_room(start, state)
-    _mend_best(start.folder, progress)
+    _set_newer_aside(start, state)
+    _repair_best(start.folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     shape = config.micro_batch_rows, config.data.sequence_length
@@ -271,8 +268,8 @@ def _assemble(
         matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
         recorder=Recorder(metrics.write, display.show), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
-        # A checkpoint is of use if it was the best, or has the weights that the run began with; and other settings may
-        # be at fault where it seems not to be.
+        # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
+        # not finite may be due to these.
         proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
         changed=changed, origin=origin,
     )  # fmt: skip
@@ -285,23 +282,25 @@ def _assemble(
 
 
 def _check_used(given: Layers, config: RunConfig) -> None:
-    """Settings for text have no effect on shards, which were made with their own: those that were typed are refused. A
-    config that a run has written has all settings, of which nobody has typed these."""
+    """Refuse settings for text that were typed for shards, where they have no effect. A config that has all settings
+    was written by a run: nobody has typed these."""
     folder = Path(config.data.path[0]) if config.data.path else None
     if folder is None or not is_shards(folder):
         return
-    others = DataConfig.model_fields.keys() - FOR_TEXT
+    others = DataConfig.model_fields.keys() - {*TEXT_SETTINGS, "tokens"}
     sections = [layer["data"] for layer in given if isinstance(layer.get("data"), Mapping)]
     typed = {name for section in sections if not others <= section.keys() for name in section}
-    for name in FOR_TEXT:
+    problems = []
+    for name in (*TEXT_SETTINGS, "tokens"):
         value = getattr(config.data, name)
         if name not in typed or value == DataConfig.model_fields[name].default:
             continue
-        if name == "tokenizer" and _is_tokenizer_of(folder, value):
-            continue
+        if name != "tokenizer" or not _is_tokenizer_of(folder, value):
+            problems.append(f"data.{name}={value}")
+    if problems:
         raise ConfigError(
-            f"data.{name}={value} is for text, but {folder} holds shards, made with the tokenizer "
-            f"{read_index(folder).tokenizer}; remove it, or name the text itself with --data"
+            f"{folder} holds shards, made with the tokenizer {read_index(folder).tokenizer}; these settings are for "
+            f"text or for files of tokens: {', '.join(problems)}; remove them, or name the text itself with --data"
         )
 
 
@@ -322,22 +321,18 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
     try:
         yield from loop(run)
     except StopRequested:
-        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n"
-            f"  mambakit train --resume --out {shlex.quote(str(run.folder))}")  # fmt: skip
+        command = f"mambakit train --resume --out {shlex.quote(str(run.folder))}"
+        again = ", and the settings that were changed now: no step was taken with them" * bool(
+            run.changed and not run.has_trained
+        )
+        say(f"stopped by {run.stopper.signal_name} at step {run.progress.step:,}; go on with\n  {command}{again}")
     else:
         sum_up(run)
 
 
-def _result(run: Run) -> Result:
-    return Result(
-        run.folder, run.progress.step, run.total_steps, run.progress.best_loss,
-        None if run.is_done else run.stopper.signal_name,
-    )  # fmt: skip
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the run; a folder made for it goes again if nothing came of it."""
+    """Keep other processes out of the run. A folder that was made for it is removed if nothing was written in it."""
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -345,7 +340,7 @@ def _locked(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                with contextlib.suppress(FileNotFoundError):  # somebody has taken it away
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
                     if made and {path.name for path in folder.iterdir()} <= {"lock"}:
                         shutil.rmtree(folder, ignore_errors=True)
                         for parent in made[1:]:
@@ -357,9 +352,9 @@ def _locked(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _make_room(start: Start, state: TrainingState | None) -> None:
-    """Move checkpoints newer than the one to go on from, bad or not, out of the way of those to come; a run that
-    branches off another one takes that one's metrics along."""
+def _set_newer_aside(start: Start, state: TrainingState | None) -> None:
+    """Set aside the checkpoints that are newer than the one to go on from, good or bad. A run that starts from a
+    checkpoint of another run copies the metrics of that run."""
     folder, checkpoint = start.folder, start.checkpoint
     last = state.progress.step if state else -1
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
@@ -374,8 +369,8 @@ def _make_room(start: Start, state: TrainingState | None) -> None:
             (folder / "metrics.jsonl").write_bytes(before.read_bytes()[: state.metrics_bytes])
 
 
-def _mend_best(folder: Path, progress: Progress) -> None:
-    """The note of the best checkpoint may be damaged, or name one that was just set aside."""
+def _repair_best(folder: Path, progress: Progress) -> None:
+    """Repair best.json, which may be damaged, or name a checkpoint that was just set aside."""
     try:
         native.best_step(folder)
     except CheckpointError:
@@ -396,7 +391,7 @@ def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
 
 
 def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
-    """A disk that is too small is told now, and not after hours."""
+    """Check now that the disk is large enough, and not after hours."""
     size, free = native.estimated_bytes(model), shutil.disk_usage(folder).free
     if free < size:
         raise UserError(
@@ -409,7 +404,7 @@ def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
 
 
 def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -> int:
-    """Steps of the whole run: those done, and what is left at the batch of now."""
+    """Steps of the whole run: those done, and those left with the present batch size."""
     if config.train.steps is not None:
         return config.train.steps
     if loader is None:
@@ -423,7 +418,7 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
 
 
 def _check_length(config: RunConfig, total_steps: int, *, has_evaluations: bool) -> None:
-    """What can be known only once the data is."""
+    """Checks of the config that need the data."""
     warmup = config.optim.warmup_steps
     if warmup is not None and warmup > total_steps:
         raise ConfigError(

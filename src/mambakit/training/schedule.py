@@ -11,14 +11,16 @@ LONGEST_DEFAULT_WARMUP = 2000
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """The rate of step 1…total_steps: a linear rise to the peak, then the schedule, which ends at min_lr."""
-    warmup = warmup_steps(total_steps, config)
+    warmup, decay = config.warmup_steps, config.decay_steps
+    if warmup is None:
+        warmup = min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
     if step <= warmup:
         return config.lr * step / warmup
     if config.schedule == "constant":
         return config.lr
     begin = warmup
     if config.schedule == "wsd":
-        begin = max(warmup, total_steps - decay_steps(total_steps, config))
+        begin = max(warmup, total_steps - (decay if decay is not None else total_steps // 5))
         if step <= begin:
             return config.lr
     done = (step - begin) / max(1, total_steps - begin)  # above 0, and 1 at the last step
@@ -27,13 +29,3 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     else:  # linear, and the decay of wsd
         left = 1 - min(done, 1.0)
     return config.min_lr + (config.lr - config.min_lr) * left
-
-
-def warmup_steps(total_steps: int, config: OptimConfig) -> int:
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    return min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
-
-
-def decay_steps(total_steps: int, config: OptimConfig) -> int:
-    return config.decay_steps if config.decay_steps is not None else total_steps // 5

@@ -1,4 +1,4 @@
-"""What is not said about a run is chosen by its data and its device, and what a run will cost is told before it begins.
+"""Settings that were not given, chosen by the data and the device; and what a run will cost, before it begins.
 
 A run is as long as the least of three: TOKENS_PER_PARAMETER, beyond which a model of this size learns little more;
 MOST_EPOCHS, beyond which text is learned by heart; and FLOPS, what the device does while a person waits.
@@ -25,7 +25,8 @@ MOST_EPOCHS = 10
 FLOPS = {"cpu": 1e14, "cuda": 1e18}
 FLOPS_ELSEWHERE = 1e16
 HOUSE_SIZES = ("tiny", "small", "medium", "large")  # a CPU always takes the first
-SHORT_RUN_STEPS = 1000  # of the usual batch: a shorter run makes more of smaller ones
+HOW_TO_TRAIN = (("optim",), ("train", "batch_tokens"), ("data", "sequence_length"))  # if given, no recipe is chosen
+SHORT_RUN_STEPS = 1000  # of the usual batch: a shorter run takes more steps with smaller batches
 WIDEST_AT_HIGH_RATE = 256  # d_model up to which a short run's learning rate is the laptop recipe's
 
 # The share of the matrix rate that a training step comes to, for want of a measurement.
@@ -41,26 +42,21 @@ PROCESS_BYTES = 0.65e9  # with torch, and its workspace
 LONG_SECONDS = 86400.0
 
 
-def unsaid(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, Any]:
+def default_settings(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, Any]:
     """Settings for what no layer gives: the model, the length of the run, and how a short one is trained."""
     found: dict[str, Any] = {}
-    train_tokens = index.counts["train"].tokens
     if not _gives(layers, "model"):
-        found["model"] = _house_size(layers, index, device)
-    if "recipe" in {name for layer in layers for name in layer}:
-        return found | _length(resolve(found, *layers, vocab_size=index.vocab_size), train_tokens, device)
+        found["model"] = _model_size(layers, index, device)
     config = resolve(found, *layers, vocab_size=index.vocab_size)
-    says_how = any(_gives(layers, *place) for place in HOW_TO_TRAIN)
-    if not config.train.has_length and not says_how:
-        tokens = _tokens(config, train_tokens, device)
-        if tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
-            found |= _short(config)
-            config = resolve(found, *layers, vocab_size=index.vocab_size)
-    length = _length(config, train_tokens, device)
-    return {**found, "train": {**found.get("train", {}), **length["train"]}} if length else found
-
-
-HOW_TO_TRAIN = (("optim",), ("train", "batch_tokens"), ("data", "sequence_length"))
+    if config.train.has_length:
+        return found
+    tokens = _tokens(config, index.counts["train"].tokens, device)
+    says_how = any("recipe" in layer for layer in layers) or any(_gives(layers, *place) for place in HOW_TO_TRAIN)
+    if not says_how and tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
+        found |= _short(config)
+        config = resolve(found, *layers, vocab_size=index.vocab_size)
+    steps = max(1, tokens // config.train.batch_tokens)
+    return {**found, "train": {**found.get("train", {}), "steps": steps}}
 
 
 def _gives(layers: Sequence[Mapping[str, Any]], section: str, name: str | None = None) -> bool:
@@ -75,8 +71,8 @@ def _gives(layers: Sequence[Mapping[str, Any]], section: str, name: str | None =
     return False
 
 
-def _house_size(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, str]:
-    """The largest that the data can teach."""
+def _model_size(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, str]:
+    """The largest preset that has enough data."""
     chosen = HOUSE_SIZES[0]
     for name in HOUSE_SIZES if device.type != "cpu" else ():
         model = resolve({"model": {"preset": name}}, *layers, vocab_size=index.vocab_size).model
@@ -94,12 +90,6 @@ def _tokens(config: RunConfig, train_tokens: int, device: torch.device) -> int:
     )
 
 
-def _length(config: RunConfig, train_tokens: int, device: torch.device) -> dict[str, Any]:
-    if config.train.has_length:
-        return {}
-    return {"train": {"steps": max(1, _tokens(config, train_tokens, device) // config.train.batch_tokens)}}
-
-
 def _short(config: RunConfig) -> dict[str, Any]:
     """The laptop recipe but for its length: small batches, since steps are what there is least of."""
     recipe = {section: dict(values) for section, values in RECIPES["laptop"].items()}
@@ -111,7 +101,7 @@ def _short(config: RunConfig) -> dict[str, Any]:
 
 def check_memory(model: ModelConfig, device: torch.device) -> None:
     """A model that cannot fit is told before torch fails to build it."""
-    there = _total_memory(device)
+    there = total_memory(device)
     needed = STATE_BYTES * model.num_parameters()
     if there is not None and needed > there:
         raise ConfigError(
@@ -120,7 +110,7 @@ def check_memory(model: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _total_memory(device: torch.device) -> int | None:
+def total_memory(device: torch.device) -> int | None:
     """Bytes of the GPU, or of the machine; None where it cannot be known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -147,9 +137,12 @@ class Cost:
             f"about {self.memory_bytes / 2**30:.1f} GiB of memory"
         )
 
-    def warnings(self) -> list[str]:
+    def warnings(self, memory_there: int | None) -> list[str]:
         found = []
         shorter = "set a shorter --train.tokens, --train.epochs or --train.steps"
+        if memory_there is not None and self.memory_bytes > memory_there:
+            there = f"there are {memory_there / 2**30:.1f} GiB"
+            found.append(f"this may not fit: {there}; lower --train.micro-batch-rows, or take --train.recompute block")
         if self.seconds > LONG_SECONDS:
             found.append(f"this will take days on this machine; {shorter}, or a smaller --model")
         if self.epochs is not None and self.epochs > 1.05 * MOST_EPOCHS + 0.2:  # rows of an epoch are whole
@@ -164,20 +157,13 @@ def cost(
     tokens = steps * config.batch_rows * config.data.sequence_length
     passes = steps * -(-config.batch_rows // config.micro_batch_rows)
     computing = tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU.get(device.type, 0.3)
+    kept = KEPT_BYTES[choose_recompute(config.train.recompute, device)] * (2 if dtype == torch.float32 else 1)
+    held_tokens = config.micro_batch_rows * config.data.sequence_length
+    activations = held_tokens * config.model.num_layers * config.model.d_model * kept
     return Cost(
         steps,
         tokens,
         steps * config.batch_rows / epoch_rows if epoch_rows else None,
         STARTING_SECONDS.get(device.type, 5.0) + max(computing, passes * LEAST_SECONDS.get(device.type, 0.0)),
-        _memory_bytes(config, device, dtype),
-    )
-
-
-def _memory_bytes(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    kept = KEPT_BYTES[choose_recompute(config.train.recompute, device)] * (2 if dtype == torch.float32 else 1)
-    rows_tokens = config.micro_batch_rows * config.data.sequence_length
-    return (
-        PROCESS_BYTES
-        + STATE_BYTES * config.model.num_parameters()
-        + rows_tokens * config.model.num_layers * config.model.d_model * kept
+        PROCESS_BYTES + STATE_BYTES * config.model.num_parameters() + activations,
     )

@@ -1,20 +1,20 @@
-"""What a run begins from: nothing, a checkpoint of its own to go on from, or the weights of another model."""
+"""What a run starts from: nothing, a checkpoint to go on from, or the weights of another model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import CheckpointError, native
-from ..checkpoint.loading import read_config as read_model_config
+from ..checkpoint.loading import read_model_config
 from ..config import ConfigError, read_run_config
 from ..data.shards import TOKENIZER
 from ..files import UserError, path_of
 from ..progress import say
 
-LEFT_AT_ONCE = {"lock", "parameters.txt"}  # what a run has that was killed before its first step
+WRITTEN_FIRST = {"lock", "parameters.txt"}  # all that a run has which was killed before its first step
 Resume = bool | str | Path  # from the newest good checkpoint, or from the one named
 
 
@@ -35,7 +35,7 @@ class Start:
 
     @property
     def is_own(self) -> bool:
-        """Whether the checkpoint is one of the run's, by the name that it was saved under."""
+        """Whether the checkpoint is one of this run."""
         return self.checkpoint in native.checkpoints(self.folder)
 
     @classmethod
@@ -43,18 +43,17 @@ class Start:
         native.remove_abandoned(folder)
         if not resume:
             return cls.of_model(init_from, folder)
-        if isinstance(resume, bool):
-            checkpoint = _newest_good(folder)
-            stored = _stored_settings(folder, checkpoint)
-        else:
-            checkpoint = _named(folder, path_of(resume))
-            stored = native.read_state(checkpoint).config
-        if checkpoint is None and stored is None:
+        if not isinstance(resume, bool):
+            named = _named(folder, path_of(resume))
+            return cls(folder, named, None, (native.read_state(named).config,), is_new=False)
+        newest = _newest_good(folder)
+        stored = _stored_settings(folder, newest)
+        if stored is None:
             return cls.of_model(init_from, folder)
-        if checkpoint is None and init_from is not None:  # killed before the first checkpoint
-            source = native.find(path_of(init_from), substitute=False)
-            return cls(folder, None, source, (stored or {}, _settings_of(source)), is_new=False)
-        return cls(folder, checkpoint, None, (stored,) if stored else (), is_new=False)
+        if newest is not None:
+            return cls(folder, newest, None, (stored,), is_new=False)
+        new = cls.of_model(init_from, folder)  # killed before the first checkpoint
+        return replace(new, settings=(stored, *new.settings), is_new=False)
 
     @classmethod
     def of_model(cls, init_from: str | Path | None, folder: Path = Path()) -> Start:
@@ -65,31 +64,34 @@ class Start:
         return cls(folder, None, source, (_settings_of(source),))
 
 
-def check_place(folder: Path, resume: Resume) -> None:
-    """A new run needs a place where nothing is."""
+def check_folder(folder: Path, resume: Resume) -> None:
+    """Check that a new run has an empty folder."""
     exists = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists() or native.checkpoints(folder)
     if exists and not resume:
         raise UserError(f"the run {folder} exists; go on with it by --resume, or choose another --out")
-    if not exists and folder.is_dir() and {path.name for path in folder.iterdir()} - LEFT_AT_ONCE:
+    if not exists and folder.is_dir() and {path.name for path in folder.iterdir()} - WRITTEN_FIRST:
         raise UserError(f"{folder} exists and is not empty; choose another --out for the run")
 
 
 def _newest_good(folder: Path) -> Path | None:
-    chosen, bad = native.newest_good(folder)
-    told = [f"{path.name} is damaged: {'; '.join(problems)}" for path, problems in bad.items()]
-    if bad and chosen is None:
-        lines = [f"no checkpoint of {folder} can be used; remove {folder / 'checkpoints'} to begin anew", *told]
-        raise CheckpointError("\n".join(lines))
-    for line in told:
-        say(line)
-    if bad and chosen:
-        say(f"going on from {chosen.name} instead")
-    return chosen
+    """The newest checkpoint that verifies; None where the run has none at all."""
+    bad: list[str] = []
+    for checkpoint in native.checkpoints(folder):
+        problems = list(native.verify(checkpoint))
+        if not problems:
+            for line in [*bad, f"going on from {checkpoint.name} instead"] if bad else ():
+                say(line)
+            return checkpoint
+        bad.append(f"{checkpoint.name} is damaged: {'; '.join(problems)}")
+    if bad:
+        head = f"no checkpoint of {folder} can be used; remove {folder / 'checkpoints'} to begin anew"
+        raise CheckpointError("\n".join([head, *bad]))
+    return None
 
 
 def _named(folder: Path, named: Path) -> Path:
     if not named.exists() and (folder / "checkpoints" / named).is_dir():
-        named = folder / "checkpoints" / named  # by its name alone, as messages have it
+        named = folder / "checkpoints" / named  # the name alone, as in messages
     if not named.is_dir():
         raise CheckpointError(f"the checkpoint {named} does not exist")
     own = folder / "checkpoints" / named.name
@@ -105,7 +107,7 @@ def _named(folder: Path, named: Path) -> Path:
 
 
 def _stored_settings(folder: Path, checkpoint: Path | None) -> Mapping[str, Any] | None:
-    """The settings of the run as it was, of its last step."""
+    """The settings of the run at its last step."""
     if (folder / "config.json").exists():
         try:
             return read_run_config(folder)

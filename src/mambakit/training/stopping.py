@@ -1,4 +1,4 @@
-"""Being told to stop: a signal sets a flag, which the loop and the evaluation look at between batches."""
+"""Signals that stop a run: they set a flag, which the loop and the evaluation check between batches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SECONDS_BEFORE_FORCE = 1.0
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
-class StopRequested(Exception):  # noqa: N818 - no error: someone asked
-    """Raised where work can be left off without harm."""
+class StopRequested(Exception):  # noqa: N818 - not an error
+    """Raised where work can be interrupted without harm."""
 
 
 class Stopper:
-    """Asked by Ctrl-C or another signal. A second Ctrl-C, by a person who waited, ends the process at once.
+    """Stops on Ctrl-C or another signal. A second Ctrl-C, a second later or more, ends the process at once.
 
     Python runs handlers only between two of its own instructions, and one call into torch may take a minute. `answer`
-    is called with the signal's name from another thread, which the kernel wakes, and so at once.
+    is called at once, with the signal's name, from another thread, which the kernel wakes.
     """
 
     def __init__(self, answer: Callable[[str], None] = lambda name: None) -> None:
@@ -38,8 +38,8 @@ class Stopper:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals within the block. Only the main thread may; elsewhere the caller's own handling stays. A
-        signal that the process was started to ignore, as nohup does with SIGHUP, stays ignored."""
+        """Handle signals within the block, in the main thread; Python allows no other. A signal that the process was
+        started to ignore, as nohup does with SIGHUP, stays ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -81,4 +81,4 @@ class Stopper:
         if self.signal_name is None:
             self.signal_name, self._asked_at = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._asked_at > SECONDS_BEFORE_FORCE:
-            raise KeyboardInterrupt  # schedulers send several signals at once; none of those may cut a save short
+            raise KeyboardInterrupt  # not for signals that a scheduler sends at once: they must not interrupt a save

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
 from ..checkpoint import native
 from ..config import OptimConfig
 from ..measure import environment
 from ..progress import duration, say
-from .loop import Run
-from .metrics import bits_per_byte
+from .loop import Run, bits_per_byte_of
 from .optim import describe_groups
 from .schedule import learning_rate
-from .sizing import cost
+from .sizing import cost, total_memory
 
 PARAMETERS = "parameters.txt"
-LARGEST_JUMP = 1.5  # of the learning rate on resume, before it is told
+LARGEST_JUMP = 1.5  # of the learning rate on resume, without a note
 
 
 def introduce(run: Run) -> None:
-    """What this run is and what it will take, before it begins. All settings are in its folder."""
+    """Say what this run is and what it will cost."""
     config, checkpoint = run.config, run.start.checkpoint
     (run.folder / PARAMETERS).write_text("\n".join(describe_groups(run.model, config.optim)) + "\n", encoding="utf-8")
     name = run.device if run.device.type == "cpu" else environment(run.device)["device"]["name"]
@@ -25,22 +26,19 @@ def introduce(run: Run) -> None:
         f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
         f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
     )
-    if run.data.train:
+    left = run.total_steps - run.progress.step
+    rate = f"learning rate {config.optim.lr:g}, {config.optim.schedule}"
+    if run.data.train is None:
+        say(f"{left:,} steps on batches of your own; {rate}")
+    else:
         counts, held_out = run.data.train.counts, run.data.val.counts.tokens if run.data.val else 0
         say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
-    left = run.total_steps - run.progress.step
-    if run.data.train is None:
-        say(f"{left:,} steps on batches of your own; learning rate {config.optim.lr:g}, {config.optim.schedule}")
-    else:
         rows = f"{config.batch_rows} rows of {config.data.sequence_length}, {config.micro_batch_rows} at once"
-        say(
-            f"steps of {config.train.batch_tokens:,} tokens: {rows}; learning rate {config.optim.lr:g}, "
-            f"{config.optim.schedule}"
-        )
+        say(f"steps of {config.train.batch_tokens:,} tokens: {rows}; {rate}")
     if left > 0 and run.data.train:
         ahead = cost(config, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
-        for warning in ahead.warnings():
+        for warning in ahead.warnings(total_memory(run.device)):
             say(f"note: {warning}")
     say(f"all settings: {run.folder / 'config.json'}, all parameters: {run.folder / PARAMETERS}")
     if checkpoint:
@@ -50,7 +48,7 @@ def introduce(run: Run) -> None:
 
 
 def warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None:
-    """A run that is made longer goes back up its schedule, and may unlearn what its last steps have brought."""
+    """Say when a run that is made longer goes back to a high learning rate, which may undo its last steps."""
     step, optim = run.progress.step, run.config.optim
     if step == 0 or not steps_before < run.total_steps:
         return
@@ -66,18 +64,14 @@ def warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None
 
 
 def sum_up(run: Run) -> None:
-    """What has come of it, after the last step."""
+    """The result, after the last step."""
     progress = run.progress
     early = f"; ended after {run.config.train.early_stop} evaluations without gain" if run.stopped_early else ""
-    taken = duration(run.display.seconds())
+    taken = duration(time.monotonic() - run.display.begin)
     say(f"trained to step {progress.step:,} in {taken}, {progress.tokens:,} tokens in all{early}")
     if progress.best_loss is not None:
-        bits = _validation_bits(run, progress.best_loss)
+        bits = bits_per_byte_of(run.data.val, progress.best_loss)
         more = f", {bits:.3f} bits per byte" if bits is not None else ""
         say(f"best validation loss {progress.best_loss:.4f}{more}, at step {progress.best_step:,}")
     best = progress.best_step if run.config.checkpoint.keep_best and progress.best_step is not None else progress.step
     say(f"the model: {native.folder_of(run.folder, best)}")
-
-
-def _validation_bits(run: Run, loss: float) -> float | None:
-    return bits_per_byte(loss, run.data.val.counts, run.data.val.index.vocab_size) if run.data.val else None

@@ -32,22 +32,20 @@ HEAD_BYTES = 2**10  # of plain text, in which it may declare its encoding
 DECLARED_WITHIN = 2**12  # bytes of HTML and XML, likewise
 
 MARKS = {  # UTF-32 first: one of its marks begins with that of UTF-16
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))  # control characters that text does not have
 CLEAN_SHARE = 16  # text with NULs has at most one such control character in so many bytes
 DAMAGED_SHARE = 20  # markup has at most one wrong character in so many that are not ASCII
 
 # Encodings of text besides Unicode; of two that read a file equally well, the earlier wins.
-LIKELY = (
-    "cp1252", "cp1251", "cp1250", "gb18030", "big5", "cp950", "big5hkscs", "cp932", "euc_jp", "euc_jis_2004", "cp949",
-    "koi8_r", "koi8_u", "cp866", "iso8859_5", "mac_cyrillic", "iso8859_2", "iso8859_15", "cp1253", "iso8859_7",
-    "cp1254", "cp1255", "iso8859_8", "cp1256", "iso8859_6", "cp874", "cp850", "cp437", "cp852", "mac_roman", "johab",
-    "cp1257", "cp737", "cp855", "cp862", "mac_greek",
-)  # fmt: skip
+LIKELY_NAMES = """
+    cp1252 cp1251 cp1250 gb18030 big5 cp950 big5hkscs cp932 euc_jp euc_jis_2004 cp949 koi8_r koi8_u cp866 iso8859_5
+    mac_cyrillic iso8859_2 iso8859_15 cp1253 iso8859_7 cp1254 cp1255 iso8859_8 cp1256 iso8859_6 cp874 cp850 cp437
+    cp852 mac_roman johab cp1257 cp737 cp855 cp862 mac_greek
+"""
+LIKELY = LIKELY_NAMES.split()
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -109,28 +107,26 @@ class Encoding(NamedTuple):
 
 
 def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None = None) -> Encoding:
-    """The encoding of a whole file. Raises Unreadable if there is none.
-
-    With `least_wrong` or `is_markup`, a mostly right file is accepted, and its wrong bytes become U+FFFD. With
-    `least_wrong`, the encoding is guessed only if so many bytes are wrong in UTF-8.
-    """
+    """The encoding of a whole file. Raises Unreadable if there is none. With `least_wrong` or `is_markup`, a mostly
+    right file is accepted, and its wrong bytes become U+FFFD. With `least_wrong`, the encoding is guessed only if so
+    many bytes are wrong in UTF-8."""
     stream.seek(0)
     head = stream.read(SAMPLE_BYTES)
-    mends = is_markup or least_wrong is not None
-    for mark, codec in MARKS.items():
-        if head.startswith(mark):
-            return _checked(stream, codec, mends, "unknown encoding")
+    is_lenient = is_markup or least_wrong is not None
+    for codec, marks in MARKS.items():
+        if head.startswith(marks):
+            return _checked(stream, codec, is_lenient, "unknown encoding")
     declared = _declared(head, is_markup)
     has_nul = b"\0" in head
     is_clean = not has_nul or len(head) - len(head.translate(None, CONTROLS)) <= len(head) // CLEAN_SHARE
     utf8 = _look(stream, "utf-8-sig") if is_clean else _Look(fault=0)
-    if utf8.is_blank and not mends:
+    if utf8.is_blank and not is_lenient:
         raise Unreadable("empty")
     if utf8.fault is not None and has_nul:
         wide = _without_mark(head)
         if wide and (not is_markup or "<" in head.decode(wide, "ignore")):
-            return _checked(stream, wide, mends, "binary")
-        if not mends:
+            return _checked(stream, wide, is_lenient, "binary")
+        if not is_lenient:
             raise Unreadable("binary")
         utf8 = _look(stream, "utf-8-sig")
     is_right = bool(is_markup and declared) and _look(stream, declared).fault is None  # what the file declares
@@ -142,31 +138,30 @@ def find(stream: BinaryIO, *, is_markup: bool = False, least_wrong: int | None =
         wrong, other = _count_wrong(stream, Encoding(declared, "replace"))
         if wrong * DAMAGED_SHARE <= other:
             return Encoding(declared, "replace")
-    return _neither_ascii_nor_unicode(stream, utf8.fault, declared, is_markup, least_wrong)
+    return _guessed(stream, utf8.fault, declared, is_markup, least_wrong)
 
 
-def _checked(stream: BinaryIO, codec: str, mends: bool, reason: str) -> Encoding:
+def _checked(stream: BinaryIO, codec: str, is_lenient: bool, reason: str) -> Encoding:
     seen = _look(stream, codec)
-    if not mends and (seen.is_blank or seen.fault is not None):
+    if not is_lenient and (seen.is_blank or seen.fault is not None):
         raise Unreadable("empty" if seen.is_blank else reason)
     return Encoding(codec, "strict" if seen.fault is None else "replace")
 
 
-def _neither_ascii_nor_unicode(
-    stream: BinaryIO, fault: int, declared: str, is_markup: bool, least_wrong: int | None
-) -> Encoding:
+def _guessed(stream: BinaryIO, fault: int, declared: str, is_markup: bool, least_wrong: int | None) -> Encoding:
+    """The encoding of a file that is neither ASCII nor Unicode."""
     sample = _sample(stream, fault)
-    mends = is_markup or least_wrong is not None
-    wrong, other = _count_wrong(stream if mends else io.BytesIO(sample), Encoding("utf-8-sig", "replace"))
+    is_lenient = is_markup or least_wrong is not None
+    wrong, other = _count_wrong(stream if is_lenient else io.BytesIO(sample), Encoding("utf-8-sig", "replace"))
     if 2 * wrong <= other or wrong < (least_wrong or 0):
-        if mends:
+        if is_lenient:
             return Encoding("utf-8-sig", "replace")
         raise Unreadable("damaged UTF-8")  # a one-byte encoding would decode it, to nonsense
     samples = [_outside_tags(sample), sample] if is_markup else [sample]
     if sample[-1] > 0x7F:  # it may end inside a character
         samples += [sample[:-size] for size in (1, 2, 3)]
-    says = declared and not is_markup and not _is_unclear(sample.decode(declared, "replace"))
-    hints = [declared] if says else []
+    is_declared = declared and not is_markup and not _is_unclear(sample.decode(declared, "replace"))
+    hints = [declared] if is_declared else []
     for guess in itertools.chain(hints, *map(_guesses, samples)):
         if _look(stream, guess).fault is None:
             return Encoding(guess)
@@ -174,8 +169,7 @@ def _neither_ascii_nor_unicode(
 
 
 def pieces(stream: BinaryIO, encoding: Encoding) -> Iterator[str]:
-    """All text from the beginning of the file, without NULs and with \\n for newlines; a piece is never empty. Raises
-    UnicodeError."""
+    """All text of a file, without NULs and with \\n for newlines; a piece is never empty. Raises UnicodeError."""
     stream.seek(0)
     decode = codecs.getincrementaldecoder(encoding.codec)(encoding.errors)
     decoder = io.IncrementalNewlineDecoder(decode, translate=True)
@@ -312,7 +306,7 @@ def _guesses(sample: bytes) -> Iterator[str]:
     import charset_normalizer
 
     found = {(-50, 1.0, 0.0, 0)} if is_usual else set()  # charset-normalizer refuses signs without letters
-    for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=list(LIKELY)):
+    for match in charset_normalizer.from_bytes(sample, steps=20, cp_isolation=LIKELY):
         share = _share_of_a_language(str(match))
         if not is_short and _is_unclear(str(match)):
             continue
@@ -327,11 +321,9 @@ def _guesses(sample: bytes) -> Iterator[str]:
 
 def _is_unclear(text: str) -> bool:
     """Whether the letters belong to no language. Other signs tell nothing."""
-    return _share_of_a_language("".join(each for each in text[:JUDGED_CHARACTERS] if not _is_sign(each))) < UNCLEAR
-
-
-def _is_sign(character: str) -> bool:
-    return not (character.isascii() or character.isalpha() or character in PUNCTUATION or character in THAI)
+    known = PUNCTUATION | THAI
+    letters = (each for each in text[:JUDGED_CHARACTERS] if each.isascii() or each.isalpha() or each in known)
+    return _share_of_a_language("".join(letters)) < UNCLEAR
 
 
 def _share_of_a_language(text: str) -> float:
@@ -375,17 +367,11 @@ def _is_in_place(before: str, character: str, after: str) -> bool:
 @cache
 def _alphabets() -> tuple[frozenset[str], ...]:
     """The letters of each language; of those with thousands, the usual ones, which encodings keep together."""
-    tables = (
-        ("gb2312", 0xB0, 0xD7),
-        ("big5", 0xA4, 0xC6),
-        ("euc_kr", 0xB0, 0xC8),
-        ("euc_jp", 0xA4, 0xA5),
-        ("euc_jp", 0xB0, 0xCF),
-    )
-    chinese, taiwanese, korean, kana, kanji = (
-        frozenset(
-            bytes((high, low)).decode(codec, "ignore") for high in range(first, last + 1) for low in range(0x40, 0xFF)
-        )
-        for codec, first, last in tables
-    )
-    return (*map(frozenset, LATIN.split()), THAI, chinese, taiwanese, korean, kana | kanji)
+
+    def usual(codec: str, first: int, last: int) -> frozenset[str]:
+        pairs = (bytes((high, low)) for high in range(first, last + 1) for low in range(0x40, 0xFF))
+        return frozenset(pair.decode(codec, "ignore") for pair in pairs)
+
+    chinese, taiwanese, korean = usual("gb2312", 0xB0, 0xD7), usual("big5", 0xA4, 0xC6), usual("euc_kr", 0xB0, 0xC8)
+    japanese = usual("euc_jp", 0xA4, 0xA5) | usual("euc_jp", 0xB0, 0xCF)
+    return (*map(frozenset, LATIN.split()), THAI, chinese, taiwanese, korean, japanese)

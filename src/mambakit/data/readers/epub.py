@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, TextPart, Unreadable
 from .html import LARGEST_COST, decode, text_of
 from .word import open_entry, open_zip
 from .xml import Event, events
@@ -20,7 +20,7 @@ CONTAINER, ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 PAGES = ("application/xhtml+xml", "text/html", "text/x-oeb1-document")
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a book, a part for a chapter."""
     archive = open_zip(stream)
     names = set(archive.namelist())
@@ -43,10 +43,8 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
 
 def _chapters(archive: zipfile.ZipFile, names: set[str]) -> list[str]:
     """The files of the spine, in order: container.xml names the package, and its spine refers to its manifest."""
-    packages = [
-        event.attributes.get("full-path", "") for event in _events(archive, CONTAINER) if _is_start(event, "rootfile")
-    ]
-    package = next((name for name in packages if name in names), None)
+    roots = [event.attributes for event in _events(archive, CONTAINER) if _is_start(event, "rootfile")]
+    package = next((name for root in roots if (name := root.get("full-path", "")) in names), None)
     if package is None:
         raise Unreadable("not an EPUB")
     manifest: dict[str, str] = {}

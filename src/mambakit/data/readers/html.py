@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..documents import TextPart, Unreadable, read_whole
+from ..documents import Parts, TextPart, Unreadable, read_whole
 from . import encodings
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ ATTRIBUTE = re.compile(r"""[\s/]*[^\s/>][^\s/>=]*(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^
 RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}  # the end of their content
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file."""
     data = read_whole(stream, LARGEST_FILE)
     text, _ = text_of(decode(data))

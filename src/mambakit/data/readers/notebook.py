@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from ..documents import TextPart, Unreadable, read_whole
+from ..documents import Parts, TextPart, Unreadable, read_whole
 from . import encodings
 
 LARGEST_FILE = 2**26  # bytes; as Python's objects they take many times as much memory
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a notebook."""
     data = read_whole(stream, LARGEST_FILE)
     try:
         notebook = _loaded(data)
-        texts = [_text(cell, notebook["nbformat"]) for cell in _cells(notebook)]
+        sheets = [notebook] if notebook["nbformat"] >= 4 else notebook["worksheets"]
+        texts = [_text(cell, notebook["nbformat"]) for sheet in sheets for cell in sheet["cells"]]
     except (Unreadable, ValueError, RecursionError, TypeError, LookupError, AttributeError):
         raise Unreadable("not a notebook") from None
     text = "\n\n".join(text for text in texts if text.strip())
@@ -28,16 +28,10 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
     yield TextPart(text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
-def _cells(notebook: Any) -> list[Any]:
-    if notebook["nbformat"] >= 4:
-        return list(notebook["cells"])
-    return [cell for sheet in notebook["worksheets"] for cell in sheet["cells"]]
-
-
 def _loaded(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except UnicodeDecodeError:
+    except ValueError:  # not UTF-8; or ISO-2022, which is ASCII with escapes that JSON does not have
         return json.loads(data.decode(encodings.find(io.BytesIO(data)).codec))
 
 

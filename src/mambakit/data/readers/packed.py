@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, cast
 
 from ...files import pip_command
-from ..documents import Unreadable
+from ..documents import Unreadable, broken
 
 MEMBER_BYTES = 2**32  # largest unpacked size of a file or member
 RATIO = 200  # most unpacked bytes for each byte of the file, beyond FREE_BYTES
@@ -59,10 +59,8 @@ def inner_name(name: str) -> str:
 
 
 def unpack(stream: BinaryIO, name: str) -> Iterator[Unpacked]:
-    """The contents of a compressed file or an archive, sorted by name: (name, stream), or (name, why it is skipped).
-
-    A stream is seekable, and open until the next one is read. Raises Unreadable if nothing more can be read.
-    """
+    """The contents of a compressed file or an archive, sorted by name: (name, stream), or (name, why it is skipped). A
+    stream is seekable, and open until the next one is read. Raises Unreadable if nothing more can be read."""
     budget = _Budget(stream)
     suffix, name = _suffix(name), inner_name(name)
     if suffix not in COMPRESSED:
@@ -186,7 +184,7 @@ def _decompressor(suffix: str) -> Callable[[], Any]:
     return lambda: zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
 
 
-class _Careful:
+class _LimitedReads:
     """A stream that limits each read: zipfile and tarfile read as much at once as an archive says."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -201,9 +199,10 @@ class _Careful:
 
 def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacked]:
     """The members of an archive. Hidden files and folders are skipped."""
-    careful = cast(BinaryIO, _Careful(stream))
-    found = _list_zip(careful) if suffix == ".zip" else _list_tar(careful)
-    for name, reason, start in sorted(found, key=lambda member: member[0]):
+    list_members = _list_zip if suffix == ".zip" else _list_tar
+    with broken("archive"):
+        found = sorted(list_members(cast(BinaryIO, _LimitedReads(stream))), key=lambda member: member[0])
+    for name, reason, start in found:
         if reason or is_archive(name):
             yield name, reason or "an archive inside an archive"
             continue
@@ -222,14 +221,9 @@ def _members(stream: BinaryIO, suffix: str, budget: _Budget) -> Iterator[Unpacke
 
 
 def _blocks(start: Start) -> Iterator[bytes]:
-    try:
-        with start() as member:
-            while block := member.read(READ_BYTES):
-                yield block
-    except Unreadable:
-        raise
-    except Exception:  # for wrong bytes, zipfile and tarfile raise many kinds
-        raise Unreadable("broken archive") from None
+    with broken("archive"), start() as member:
+        while block := member.read(READ_BYTES):
+            yield block
 
 
 def _clean(name: str) -> str:
@@ -238,14 +232,9 @@ def _clean(name: str) -> str:
     return "" if any(part.startswith(".") or part == "__MACOSX" for part in parts) else "/".join(parts)
 
 
-def _list_zip(stream: BinaryIO) -> list[Member]:
-    found: list[Member] = []
-    try:
-        archive = zipfile.ZipFile(stream)
-        members = archive.infolist()
-    except Exception:
-        raise Unreadable("broken archive") from None
-    for member in members:
+def _list_zip(stream: BinaryIO) -> Iterator[Member]:
+    archive = zipfile.ZipFile(stream)
+    for member in archive.infolist():
         if member.filename.endswith("/") or not (name := _clean(member.filename)):
             continue
         reason = ""
@@ -255,29 +244,14 @@ def _list_zip(stream: BinaryIO) -> list[Member]:
             reason = "unknown compression"
         elif (member.external_attr >> 16) & 0o170000 == 0o120000:
             reason = "a link"
-        found.append((name, reason, partial(archive.open, member)))
-    return found
+        yield name, reason, partial(archive.open, member)
 
 
-def _list_tar(stream: BinaryIO) -> list[Member]:
-    found: list[Member] = []
-    num_members = 0
-    try:
-        archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115
-        for member in archive:
-            num_members += 1
-            if num_members > MOST_MEMBERS:
-                raise Unreadable("too many members")
-            if member.isdir() or not (name := _clean(member.name)):
-                continue
-            reason = ""
-            if member.issym() or member.islnk():
-                reason = "a link"
-            elif not member.isreg():
-                reason = "not a file"
-            found.append((name, reason, cast(Start, partial(archive.extractfile, member))))
-    except Unreadable:
-        raise
-    except Exception:
-        raise Unreadable("broken archive") from None
-    return found
+def _list_tar(stream: BinaryIO) -> Iterator[Member]:
+    archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115
+    for number, member in enumerate(archive):
+        if number == MOST_MEMBERS:
+            raise Unreadable("too many members")
+        if not member.isdir() and (name := _clean(member.name)):
+            reason = "a link" if member.issym() or member.islnk() else "" if member.isreg() else "not a file"
+            yield name, reason, cast(Start, partial(archive.extractfile, member))

@@ -8,17 +8,18 @@ file's own order is kept unless it jumps between columns. PDFium must not be cal
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import itertools
 import math
 import re
 import statistics
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, TextPart, Unreadable
 
 LARGEST_WORK = 2**25  # characters and drawn objects of a document: seconds to minutes
 WORK_OF_PAGE = 2**7  # in the same unit, for any page
@@ -52,7 +53,7 @@ class TextRun:
     turn: int = 0  # quarters, as _turned has them
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file, a part for a page. Pages that are broken or without text are skipped."""
     import pypdfium2
 
@@ -61,7 +62,7 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
     except pypdfium2.PdfiumError as error:
         raise Unreadable("encrypted" if error.err_code == NEEDS_PASSWORD else "broken PDF") from None
     last, left = "", LARGEST_WORK
-    try:
+    with contextlib.closing(document):
         broken = len(document) == 0
         for number in range(len(document)):
             left -= WORK_OF_PAGE
@@ -76,8 +77,6 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
             if last and text:
                 yield TextPart(last + "\n\n", ends=False)
             last = text or last
-    finally:
-        document.close()
     if not last:
         raise Unreadable("broken PDF" if broken else "no text layer")
     yield TextPart(last)
@@ -85,19 +84,12 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
 
 def _page_text(document: Any, number: int, pdfium: Any) -> tuple[str, int]:
     """The text of a page, and its work: unlike time, the same on every machine."""
-    page = document[number]
-    try:
-        text_page = page.get_textpage()
-        try:
-            num_characters = text_page.count_chars()
-            work = pdfium.FPDFPage_CountObjects(page) + num_characters
-            if num_characters > LARGEST_PAGE:
-                raise Unreadable("too large")
-            runs = _runs(text_page, pdfium)
-        finally:
-            text_page.close()
-    finally:
-        page.close()
+    with contextlib.closing(document[number]) as page, contextlib.closing(page.get_textpage()) as text_page:
+        num_characters = text_page.count_chars()
+        work = pdfium.FPDFPage_CountObjects(page) + num_characters
+        if num_characters > LARGEST_PAGE:
+            raise Unreadable("too large")
+        runs = _runs(text_page, pdfium)
     return _paragraphs(_rows(_by_columns(runs))), work
 
 
@@ -283,9 +275,8 @@ def _paragraphs(rows: Sequence[TextRun]) -> str:
             joins = flows[at] and (is_full[at] or goes_on) and not _begins(below, row, start)
             joins |= goes_on and is_full[at] and row.text[-1] in HYPHENS
         else:  # the next column, or a line that is set apart
-            joins = (
-                goes_on and is_full[at] and (_is_below(below, row) or (below.base > row.base and _is_alike(below, row)))
-            )
+            is_next = _is_below(below, row) or (below.base > row.base and _is_alike(below, row))
+            joins = goes_on and is_full[at] and is_next
         if joins:
             text[-1], between = _without_hyphen(text[-1], below.text)
             text.append(between + below.text)
@@ -311,10 +302,8 @@ def _is_full(rows: Sequence[TextRun], at: int, within: tuple[int, int]) -> bool:
     row, below = rows[at], rows[at + 1]
     if row.right - row.left < NARROW * row.height or CELLS.match(row.text) or CELLS.match(below.text):
         return False
-    around = rows[max(within[0], at - 40) : min(within[1], at + 40)]
-    rights = sorted(
-        each.right for each in around if abs(each.left - row.left) < 3 * row.height and _is_alike(each, row)
-    )
+    near = rows[max(within[0], at - 40) : min(within[1], at + 40)]
+    rights = sorted(each.right for each in near if abs(each.left - row.left) < 3 * row.height and _is_alike(each, row))
     margin = rights[int(0.9 * (len(rights) - 1))]
     word = len(below.text.split(maxsplit=1)[0]) if not _is_cjk(below.text) else 1
     return row.right + (below.right - below.left) * (word + 0.5) / len(below.text) > margin

@@ -17,11 +17,12 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 from ...files import pip_command
-from ..documents import Note, TextPart, Unreadable, no_note, read_whole
+from ..documents import Note, Parts, TextPart, Unreadable, broken, no_note, read_whole
 from . import encodings, text
 
 LONGEST_RECORD = 2**26  # characters
@@ -46,32 +47,32 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PLACE = re.compile(r"\{([^{}]+)\}")
 
 
-def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def jsonl(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Parts:
     """JSON Lines: an object or a string on each line."""
     return rows(_json_lines(stream), text_column, note)
 
 
-def json_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def json_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Parts:
     """JSON: a list of objects or strings, a document each, or a single one. JSON Lines may also have this suffix."""
     return rows(_json_lines(stream) if _has_lines(stream) else _json_values(stream), text_column, note)
 
 
-def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def csv_(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Parts:
     """CSV with a header row. The delimiter is the one that is most frequent in the header."""
     return rows(_table(stream, DELIMITERS), text_column, note)
 
 
-def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def tsv(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Parts:
     """Tab-separated values with a header row; quotes are those of CSV."""
     return rows(_table(stream, "\t"), text_column, note)
 
 
-def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def parquet(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Parts:
     """Parquet, some rows at a time. Only the columns of the text are read."""
     return rows(_parquet(stream, text_column), text_column, note)
 
 
-def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = no_note) -> Parts:
     """Arrow's file format (also Feather) and its stream format, batch by batch."""
     return rows(_arrow(stream), text_column, note)
 
@@ -80,11 +81,11 @@ def arrow(stream: BinaryIO, text_column: str | None = None, note: Note = no_note
 Records = Iterator[Any | Unreadable]
 
 
-def rows(records: Records, text_column: str | None = None, note: Note = no_note) -> Iterator[TextPart]:
+def rows(records: Records, text_column: str | None = None, note: Note = no_note) -> Parts:
     """The documents in records."""
     reason = "empty"
     columns: list[str] = []  # of the first record that cannot be used
-    found = False
+    found, before = False, Counter[str]()  # reasons before the first document: a file without any may be read as text
     for record in records:
         try:
             if isinstance(record, Unreadable):
@@ -92,11 +93,17 @@ def rows(records: Records, text_column: str | None = None, note: Note = no_note)
             parts = _parts(record, text_column)
         except Unreadable as problem:
             reason = str(problem)
-            note(reason)
+            if found:
+                note(reason)
+            else:
+                before[reason] += 1
             if isinstance(record, dict) and not columns:
                 columns = [f"{str(name)[:LONGEST_NAME]}{_kind(value)}" for name, value in record.items()]
             continue
-        found = True
+        if not found:
+            found = True
+            for skipped in before.elements():
+                note(skipped)
         yield from parts
     if not found and reason.startswith("no ") and columns:
         more = f" and {len(columns) - NAMED_COLUMNS} more" if len(columns) > NAMED_COLUMNS else ""
@@ -166,10 +173,9 @@ def _chat(turns: list[Any]) -> list[TextPart]:
         role = ROLES.get(role.lower(), role.lower())
         if said:
             pieces += [(f"<|{role}|>\n", False), (f"{said}\n", role == "assistant")]
-    parts: list[TextPart] = []
-    for piece, learn in pieces:
-        before = parts.pop().text if parts and parts[-1].learn == learn else ""
-        parts.append(TextPart(before + _clean(piece), learn, ends=False))
+    parts = []
+    for learn, group in itertools.groupby(pieces, key=lambda piece: piece[1]):
+        parts.append(TextPart("".join(_clean(piece) for piece, _ in group), learn, ends=False))
     if not any(part.learn for part in parts):
         raise Unreadable("a chat without an answer")
     return [*parts[:-1], TextPart(parts[-1].text, parts[-1].learn)]
@@ -320,13 +326,12 @@ def _table(stream: BinaryIO, delimiters: str) -> Records:
     first = next(source)
     delimiter = max(delimiters, key=first.count)  # the first of equally frequent ones
     table = csv.reader(itertools.chain([first], source), delimiter=delimiter)
-    names: list[str] | None = None
     try:
+        names = [name.strip() for name in next(table)]
+        fed = 0
         for row in table:
             fed = 0
-            if names is None:
-                names = [name.strip() for name in row]
-            elif len(row) > len(names):
+            if len(row) > len(names):
                 yield Unreadable("a row with too many columns")
             elif row:
                 yield dict(zip(names, row, strict=False))
@@ -364,26 +369,19 @@ def _pyarrow() -> Any:
 def _parquet(stream: BinaryIO, text_column: str | None) -> Records:
     pyarrow = _pyarrow()
     stream.seek(0)
-    try:
+    with broken("Parquet", (Unreadable, MemoryError)):
         file = pyarrow.parquet.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         columns = _columns(file.schema_arrow.names, text_column)
         for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
             yield from batch.to_pylist()
-    except (Unreadable, MemoryError):
-        raise
-    except Exception:  # pyarrow raises many kinds, OSError among them
-        raise Unreadable("broken Parquet") from None
 
 
 def _columns(names: list[str], text_column: str | None) -> list[str] | None:
     """The columns that may hold the text; None for all."""
+    wanted = [*CHATS, "prompt", "completion", *COLUMNS]
     if text_column is not None:
         wanted = PLACE.findall(text_column) or [text_column]
-    else:
-        chats = [name for name in CHATS if name in names]
-        wanted = [*chats, *(name for name in ("prompt", "completion", *COLUMNS) if name in names)]
-    kept = [name for name in wanted if name in names and "." not in name]
-    return kept or None
+    return [name for name in wanted if name in names and "." not in name] or None
 
 
 def _arrow(stream: BinaryIO) -> Records:
@@ -391,7 +389,7 @@ def _arrow(stream: BinaryIO) -> Records:
     stream.seek(0)
     is_file = stream.read(6) == b"ARROW1"
     stream.seek(0)
-    try:
+    with broken("Arrow", (Unreadable, MemoryError)):
         if is_file:
             file = pyarrow.ipc.open_file(stream)
             batches = (file.get_batch(number) for number in range(file.num_record_batches))
@@ -401,7 +399,3 @@ def _arrow(stream: BinaryIO) -> Records:
             batch.validate(full=True)  # else pyarrow follows wrong offsets
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from batch.slice(start, BATCH_ROWS).to_pylist()
-    except (Unreadable, MemoryError):
-        raise
-    except Exception:
-        raise Unreadable("broken Arrow") from None

@@ -5,15 +5,13 @@ Newlines become \\n and NUL is dropped; everything else stays.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
 from typing import BinaryIO
 
-from ..documents import TextPart
+from ..documents import Parts, TextPart
 from . import encodings
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """The file as one document, in parts of at most encodings.PIECE_CHARACTERS."""
     pieces = encodings.pieces(stream, encodings.find(stream))
     waiting = next(pieces)
@@ -21,8 +19,3 @@ def read(stream: BinaryIO) -> Iterator[TextPart]:
         yield TextPart(waiting, ends=False)
         waiting = piece
     yield TextPart(waiting)
-
-
-def decode(data: bytes) -> str:
-    """The text of a small file. Raises Unreadable as `read` does."""
-    return "".join(part.text for part in read(io.BytesIO(data)))

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, cast
 
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, Unreadable
 from .xml import events, parts
 
 LARGEST_ENTRY = 2**28  # bytes, unpacked
@@ -21,15 +21,11 @@ ENCRYPTED = "EncryptedPackage".encode("utf-16-le")
 OLE_WITHIN = 2**24  # bytes in which that name is searched
 BODY, *NOTES = "word/document.xml", "word/footnotes.xml", "word/endnotes.xml"
 NAMESPACES = ("wordprocessingml/2006/main", "wordprocessingml/main", "officeDocument/2006/math", "officeDocument/math")
+PYTHON_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 SIGNS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
-# What zipfile raises for a damaged file.
-BROKEN = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError,
-    ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file, in parts: its body, and then its notes."""
     start = stream.read(OLE_WITHIN)
     if start.startswith(OLE):
@@ -84,52 +80,41 @@ def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[str]:
                 rows[-1][-1] += [word for cell in row for word in cell]
 
 
-def open_zip(stream: BinaryIO) -> zipfile.ZipFile:
+@contextlib.contextmanager
+def _broken_zip() -> Iterator[None]:
+    """What zipfile raises for a damaged file, as Unreadable."""
     try:
-        return zipfile.ZipFile(stream)
-    except BROKEN:
+        yield
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, *PYTHON_ERRORS):
         raise Unreadable("broken zip file") from None
+
+
+def open_zip(stream: BinaryIO) -> zipfile.ZipFile:
+    with _broken_zip():
+        return zipfile.ZipFile(stream)
 
 
 def open_entry(archive: zipfile.ZipFile, name: str, limit: int) -> BinaryIO:
-    """A file inside a zip file. Reading more than `limit` bytes of it raises Unreadable."""
-    try:
+    """A file inside a zip file, with `read`, `seek` and `tell`. Reading more than `limit` bytes raises Unreadable."""
+    with _broken_zip():
         if archive.getinfo(name).flag_bits & 1:
             raise Unreadable("encrypted")
-        return io.BufferedReader(_Entry(archive.open(name), limit))
-    except BROKEN:
-        raise Unreadable("broken zip file") from None
+        return cast(BinaryIO, _Entry(archive.open(name), limit))
 
 
-class _Entry(io.RawIOBase):
+class _Entry:
+    """A file inside a zip file, unpacked as it is read. To go back, it is unpacked again."""
+
     def __init__(self, unpacked: IO[bytes], limit: int) -> None:
-        self.unpacked, self.limit, self.left = unpacked, limit, limit
+        self.unpacked, self.limit, self.tell = unpacked, limit, unpacked.tell
 
-    def readable(self) -> bool:
-        return True
+    def seek(self, offset: int) -> int:
+        with _broken_zip():
+            return self.unpacked.seek(offset)
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Seek anywhere; to go back, the entry is unpacked again."""
-        try:
-            at = self.unpacked.seek(offset, whence)
-        except BROKEN:
-            raise Unreadable("broken zip file") from None
-        self.left = self.limit - at
-        return at
-
-    def tell(self) -> int:
-        return self.unpacked.tell()
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        try:
-            data = self.unpacked.read(len(buffer))
-        except BROKEN:
-            raise Unreadable("broken zip file") from None
-        self.left -= len(data)
-        if self.left < 0:
+    def read(self, size: int = -1) -> bytes:
+        with _broken_zip():
+            data = self.unpacked.read(self.limit + 1 if size < 0 else size)
+        if self.tell() > self.limit:
             raise Unreadable("too large")
-        buffer[: len(data)] = data
-        return len(data)
+        return data

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 from ...files import pip_command
-from ..documents import TextPart, Unreadable
+from ..documents import Parts, TextPart, Unreadable
 from . import encodings
 from .html import CONTROLS, SPACE
 
@@ -63,9 +63,9 @@ def events(stream: BinaryIO) -> Iterator[Event]:
         from lxml import etree
     except ImportError:
         raise Unreadable(f"needs lxml: {pip_command('documents')}") from None
-    met = _Events()
+    found = _Events()
     parser = etree.XMLParser(
-        target=met, encoding="utf-8", resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False
+        target=found, encoding="utf-8", resolve_entities=False, load_dtd=False, no_network=True, huge_tree=False
     )
     depth, reason = 0, ""
     for number, block in enumerate(itertools.chain(_blocks(stream), [""])):
@@ -78,12 +78,12 @@ def events(stream: BinaryIO) -> Iterator[Event]:
                 parser.close()
         except (etree.LxmlError, ValueError):
             reason = "broken XML"
-        for event in met:
+        for event in found:
             depth += (event.kind == "start") - (event.kind == "end")
             if depth > DEEPEST:
                 raise Unreadable("nested too deep")
             yield event
-        met.clear()
+        found.clear()
         if reason:
             raise Unreadable(reason)
 
@@ -150,7 +150,7 @@ class _Open:
         return sum(len(text) + OVERHEAD for text in texts)
 
 
-def read(stream: BinaryIO) -> Iterator[TextPart]:
+def read(stream: BinaryIO) -> Parts:
     """A document for a file, in parts."""
     return parts(_lines(stream))
 
@@ -177,7 +177,7 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
     yield from opened[0].lines()
 
 
-def parts(lines: Iterable[str]) -> Iterator[TextPart]:
+def parts(lines: Iterable[str]) -> Parts:
     """A document of these lines, in parts of about a megabyte, with at most one blank line between two others."""
     last, waiting, held, size = "", [""], 0, 0
     for line in lines:

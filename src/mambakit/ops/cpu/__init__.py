@@ -1,4 +1,4 @@
-"""CPU kernels: numba for what walks along time or rows, matrix products for SSD.
+"""CPU kernels: numba for loops along time or rows, matrix products for SSD.
 
 Imported at the first call that needs them, since numba takes a moment to load.
 """

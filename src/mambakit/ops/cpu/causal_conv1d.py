@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..causal_conv1d import ConvInputs, in_last_document, last_inputs, state_or_zeros
+from ..checks import compute_dtype, document_starts
 from .activation import silu as apply_silu
 from .activation import silu_backward
-from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel
+from .jit import array, borrowed, copy_to, flat, for_each_block, kernel
 
 
 @kernel
@@ -167,48 +169,45 @@ def _backward_block(
     copy_to(dbias[row, begin:end], dbias_sum)
 
 
-def _arguments(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor,
-    silu: bool, dtype: torch.dtype,
-) -> tuple[Any, ...]:  # fmt: skip
+def _arguments(inputs: ConvInputs, starts: Tensor | None, state: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What both kernels take; without documents, `starts` is an empty array."""
+    x, weight, bias, _, _, silu = inputs
     offset = bias if bias is not None else weight.new_zeros(weight.shape[0])
     resets = starts if starts is not None else torch.empty(0, 0, dtype=torch.bool)
-    return (
-        *flat(x, dtype), array(weight.t(), dtype), array(offset, dtype), array(initial_state, dtype),
-        array(resets, torch.bool), silu,
-    )  # fmt: skip
+    parameters = array(weight.t(), dtype), array(offset, dtype)
+    return *flat(x, dtype), *parameters, array(state, dtype), array(resets, torch.bool), silu
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor,
-    silu: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """y (B, L, D) in `dtype`."""
-    ranges = blocks(x.shape[-1])
+def forward(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
+    """(y, final state), both in x's dtype."""
+    x, dtype = inputs.x, compute_dtype(inputs.x)
+    starts = document_starts("causal_conv1d", inputs.doc_ids)
+    state = state_or_zeros(inputs.x, inputs.weight.shape[1], inputs.initial_state)
     y = torch.empty(x.shape, dtype=dtype)
-    arguments = (*_arguments(x, weight, bias, starts, initial_state, silu, dtype), y.numpy())
-    for_each(
-        lambda task: _forward_block(*arguments, task // len(ranges), *ranges[task % len(ranges)]),
-        x.shape[0] * len(ranges),
-    )
-    return y
+    arguments = (*_arguments(inputs, starts, state, dtype), y.numpy())
+    for_each_block(lambda *block: _forward_block(*arguments, *block), x.shape[0], x.shape[2])
+    return y.to(x.dtype), last_inputs(x, state, starts)
 
 
 def backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, initial_state: Tensor,
-    silu: bool, dy: Tensor, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of (x, weight, bias, initial_state) in `dtype`."""
-    batch, _, channels = x.shape
-    ranges = blocks(channels)
-    dx, dstate = torch.empty(x.shape, dtype=dtype), torch.empty(initial_state.shape, dtype=dtype)
-    dtaps, dbias = torch.empty(batch, weight.shape[1], channels, dtype=dtype), torch.empty(batch, channels, dtype=dtype)
-    arguments = (
-        *_arguments(x, weight, bias, starts, initial_state, silu, dtype), array(dy, dtype),
-        dx.numpy(), dtaps.numpy(), dbias.numpy(), dstate.numpy(),
-    )  # fmt: skip
-    for_each(
-        lambda task: _backward_block(*arguments, task // len(ranges), *ranges[task % len(ranges)]),
-        batch * len(ranges),
-    )
-    return dx, dtaps.sum(0).t().contiguous(), dbias.sum(0), dstate
+    inputs: ConvInputs, dy: Tensor, dfinal_state: Tensor | None, *, dx: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias and the initial state. That of x is written to `dx` where it is given."""
+    dtype, (batch, length, channels) = compute_dtype(inputs.x), inputs.x.shape
+    starts = document_starts("causal_conv1d", inputs.doc_ids)
+    state = state_or_zeros(inputs.x, inputs.weight.shape[1], inputs.initial_state)
+    dvalues, dstate = torch.empty(inputs.x.shape, dtype=dtype), torch.empty(state.shape, dtype=dtype)
+    dtaps = torch.empty(batch, inputs.weight.shape[1], channels, dtype=dtype)
+    dbias = torch.empty(batch, channels, dtype=dtype)
+    grads = dvalues.numpy(), dtaps.numpy(), dbias.numpy(), dstate.numpy()
+    arguments = (*_arguments(inputs, starts, state, dtype), array(dy, dtype), *grads)
+    for_each_block(lambda *block: _backward_block(*arguments, *block), batch, channels)
+    reach = state.shape[1]  # W - 1
+    if dfinal_state is not None and reach:
+        through = dfinal_state.to(dtype)
+        if starts is not None:
+            through = through.masked_fill(~in_last_document(starts, reach)[..., None], 0)
+        from_row = min(reach, length)
+        dvalues[:, length - from_row :] += through[:, reach - from_row :]
+        dstate[:, from_row:] += through[:, : reach - from_row]
+    return dvalues if dx is None else dx.copy_(dvalues), dtaps.sum(0).t().contiguous(), dbias.sum(0), dstate

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled, fed and spread over cores.
+"""How CPU kernels are compiled, called and run on several cores.
 
 Kernels see flat C-contiguous arrays and offsets, never strided ones: LLVM vectorizes a loop only when
 it knows that neighbours in the loop are neighbours in memory.
@@ -25,6 +25,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 Kernel = Callable[..., Any]
+_intrinsic: Callable[[Kernel], Kernel] = intrinsic  # typed
 
 # Lanes a task works on at once: long enough to hide the loop's set-up, short enough for the state to stay in L1/L2.
 CHANNEL_BLOCK = 256
@@ -58,7 +59,8 @@ def _compile(function: Kernel, fastmath: set[str]) -> Kernel:
     return compiled
 
 
-def _scaled_by_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
+@_intrinsic
+def _times_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any:
     """significand * 2^k, where `shifted` is k + 1.5 * 2^23 and so holds k in its low mantissa bits."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -70,10 +72,8 @@ def _scaled_by_power_of_two(_typing: Any, significand: Any, shifted: Any) -> Any
     return types.float32(types.float32, types.float32), codegen
 
 
-_times_power_of_two: Kernel = intrinsic(_scaled_by_power_of_two)
-
-
-def _clamped(_typing: Any, value: Any, low: Any, high: Any) -> Any:
+@_intrinsic
+def _clamp(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     """min(max(value, low), high) as two vector instructions; NaN passes through."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -84,10 +84,8 @@ def _clamped(_typing: Any, value: Any, low: Any, high: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-_clamp: Kernel = intrinsic(_clamped)
-
-
-def _borrowed(_typing: Any, array: Any) -> Any:
+@_intrinsic
+def borrowed(_typing: Any, array: Any) -> Any:
     """The same array without ownership. Slicing an owned array counts references atomically, once per slice, and
     threads that slice the same array wait for each other; the caller holds the arrays anyway."""
 
@@ -100,19 +98,21 @@ def _borrowed(_typing: Any, array: Any) -> Any:
     return array(array), codegen
 
 
-borrowed: Kernel = intrinsic(_borrowed)
+def _in_float32(faster: Kernel) -> Callable[[Kernel], Kernel]:
+    """Kernels call the decorated function as it is, or, with a float32, `faster`."""
+
+    def register(function: Kernel) -> Kernel:
+        @overload(function, inline="always")
+        def implementation(x: Any) -> Any:
+            return faster if x == types.float32 else function
+
+        return function
+
+    return register
 
 
-def exp2(x: float) -> float:
-    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7, which stays at 2^-126 below and 2^127 above."""
-    return float(2.0**x)
-
-
-@overload(exp2, inline="always")
-def _exp2_of(x: Any) -> Any:
-    if x == types.float32:
-        return _exp2_float32
-    return _exp2_float64
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
 
 
 def _exp2_float32(x: Any) -> Any:
@@ -129,51 +129,20 @@ def _exp2_float32(x: Any) -> Any:
     return _times_power_of_two(q * r + np.float32(1.0), shifted)
 
 
-def _exp2_float64(x: Any) -> Any:
+@_in_float32(_exp2_float32)
+def exp2(x: Any) -> Any:
+    """2^x. In fp32 a vectorizable polynomial of relative error 1e-7, which stays at 2^-126 below and 2^127 above."""
     return math.exp(x * 0.6931471805599453)
-
-
-@kernel
-def copy_to(out: Any, values: Any) -> None:
-    """out[:] = values, for short arrays that do not overlap, where numba's own assignment is slow."""
-    for i in range(out.size):
-        out[i] = values[i]
-
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
-
-
-def sigmoid(x: float) -> float:
-    """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + math.exp(-x))
-
-
-@overload(sigmoid, inline="always")
-def _sigmoid_of(x: Any) -> Any:
-    if x == types.float32:
-        return _sigmoid_float32
-    return _sigmoid_float64
 
 
 def _sigmoid_float32(x: Any) -> Any:
     return np.float32(1.0) / (np.float32(1.0) + exp2(x * np.float32(-1.4426950408889634)))
 
 
-def _sigmoid_float64(x: Any) -> Any:
+@_in_float32(_sigmoid_float32)
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + math.exp(-x))
-
-
-def softplus(x: float) -> float:
-    """log(1 + e^x), accurate to the last digits at both ends."""
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-
-
-@overload(softplus, inline="always")
-def _softplus_of(x: Any) -> Any:
-    if x == types.float32:
-        return _softplus_float32
-    return _softplus_float64
 
 
 def _softplus_float32(x: Any) -> Any:
@@ -189,37 +158,29 @@ def _softplus_float32(x: Any) -> Any:
     return np.float32(0.5) * (x + distance) + s * (np.float32(2.0) + w * q)
 
 
-def _softplus_float64(x: Any) -> Any:
+@_in_float32(_softplus_float32)
+def softplus(x: Any) -> Any:
+    """log(1 + e^x), accurate to the last digits at both ends."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
+@kernel
+def copy_to(out: Any, values: Any) -> None:
+    """out[:] = values, for short arrays that do not overlap, where numba's own assignment is slow."""
+    for i in range(out.size):
+        out[i] = values[i]
+
+
 def flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int]:
-    """A (..., C) tensor as (flat array, distance between rows), copied only when its strides leave no choice.
+    """A (..., C) tensor as (flat array, distance between rows), copied only where its strides require it.
 
     Row r is flat[r * distance : r * distance + C].
     """
-    tensor = tensor.detach().to(dtype)
-    if not _rows_are_even(tensor):
-        tensor = tensor.contiguous()
-    channels = tensor.shape[-1]
-    rows = tensor.numel() // max(channels, 1)
-    distance = tensor.stride(-2) if tensor.dim() > 1 and rows > 1 else channels
-    extent = (rows - 1) * distance + channels
-    return tensor.as_strided((extent,), (1,)).numpy(), distance
-
-
-def _rows_are_even(tensor: Tensor) -> bool:
-    """Whether all leading dimensions step through memory as one, and channels are neighbours."""
-    if tensor.numel() == 0 or tensor.stride(-1) != 1:
-        return tensor.is_contiguous()
-    expected = None
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if expected is not None and stride != expected:
-            return False
-        expected = stride * size
-    return tensor.dim() < 2 or tensor.shape[-2] > 1 or tensor.is_contiguous()
+    rows = tensor.detach().to(dtype).reshape(-1, tensor.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    count, channels = rows.shape
+    distance = rows.stride(0) if count > 1 else channels
+    return rows.as_strided(((count - 1) * distance + channels,), (1,)).numpy(), distance
 
 
 def array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -250,7 +211,7 @@ def for_each(work: Callable[[int], None], count: int) -> None:
 
 @functools.cache
 def _team() -> Callable[[Callable[[], None], int], None]:
-    """How to run one function on many threads at once: torch's own OpenMP threads where they can be had.
+    """How to run one function on many threads at once: on torch's own OpenMP threads where they are available.
 
     After each of torch's operators its OpenMP threads spin for milliseconds, waiting for the next one, and
     a second pool would share the cores with them: measured, it made two threads no faster than one.
@@ -282,6 +243,12 @@ def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="mambakit")
 
 
-def blocks(size: int, width: int = CHANNEL_BLOCK) -> Sequence[tuple[int, int]]:
+def for_each_block(work: Callable[[int, int, int], None], rows: int, channels: int) -> None:
+    """work(row, begin, end) for each row and each block of channels, as `for_each`."""
+    ranges = blocks(channels, CHANNEL_BLOCK)
+    for_each(lambda task: work(task // len(ranges), *ranges[task % len(ranges)]), rows * len(ranges))
+
+
+def blocks(size: int, width: int) -> Sequence[tuple[int, int]]:
     """[begin, end) ranges of at most `width` that cover range(size)."""
     return [(begin, min(begin + width, size)) for begin in range(0, size, width)]

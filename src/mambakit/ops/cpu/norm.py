@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import compute_dtype
+from ..norm import NormSettings
 from .activation import gate as apply_gate
 from .activation import gate_backward
 from .jit import array, blocks, borrowed, copy_to, flat, for_each, kernel, reduction_kernel
@@ -114,11 +116,9 @@ def _backward_rows(
             _add(inner, dtotal[row], dvalues[row])
 
 
-def _common(
-    weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool, channels: int,
-    dtype: torch.dtype,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Weight, gate and settings as the kernels take them; an absent gate is an empty array."""
+def _arguments(settings: NormSettings, channels: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The settings as the kernels take them; an absent gate is an empty array."""
+    weight, eps, gate, group, gate_last = settings
     scale = weight if weight is not None else torch.ones(channels)
     typed_eps = array(torch.tensor(eps, dtype=dtype), dtype)[()]
     return array(scale, dtype), *_flat_or_empty(gate, dtype), typed_eps, group, gate_last
@@ -128,39 +128,35 @@ def _flat_or_empty(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Any, int]
     return flat(tensor, dtype) if tensor is not None else (array(torch.empty(0), dtype), 0)
 
 
-def forward(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, gate_last: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, x + residual) in `dtype`, both of x's shape; the second is empty without a residual."""
-    channels = x.shape[-1]
+def forward(x: Tensor, residual: Tensor | None, settings: NormSettings) -> tuple[Tensor, Tensor | None]:
+    """(y in x's dtype, x + residual in the residual's), both of x's shape."""
+    channels, dtype = x.shape[-1], compute_dtype(x)
     y = torch.empty(x.shape, dtype=dtype)
     total = torch.empty(x.shape if residual is not None else (0, channels), dtype=dtype)
-    arguments = (
-        *flat(x, dtype), *_flat_or_empty(residual, dtype),
-        *_common(weight, eps, gate, group, gate_last, channels, dtype),
-        y.view(-1, channels).numpy(), total.view(-1, channels).numpy(),
-    )  # fmt: skip
+    inputs = *flat(x, dtype), *_flat_or_empty(residual, dtype), *_arguments(settings, channels, dtype)
+    arguments = (*inputs, y.view(-1, channels).numpy(), total.view(-1, channels).numpy())
     ranges = blocks(x.numel() // channels, ROWS)
     for_each(lambda task: _forward_rows(*arguments, *ranges[task]), len(ranges))
-    return y, total
+    return y.to(x.dtype), total.to(residual.dtype) if residual is not None else None
 
 
 def backward(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None,
-    group: int, gate_last: bool, dy: Tensor, dtotal: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(gradient of total = x + residual, of weight, of gate) in `dtype`; the last is empty without a gate."""
-    channels = total.shape[-1]
+    total: Tensor, settings: NormSettings, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, dgate: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
+    that is given is written to."""
+    weight, gate = settings.weight, settings.gate
+    channels, dtype = total.shape[-1], compute_dtype(total)
     ranges = blocks(total.numel() // channels, ROWS)
     dvalues = torch.empty(total.shape, dtype=dtype)
-    dgate = torch.empty(total.shape if gate is not None else (0, channels), dtype=dtype)
+    dgates = torch.empty(total.shape if gate is not None else (0, channels), dtype=dtype)
     dweight = torch.empty(len(ranges), channels, dtype=dtype)
-    upstream = dtotal if dtotal is not None else torch.empty(0, channels)
-    arguments = (
-        *flat(total, dtype), *_common(weight, eps, gate, group, gate_last, channels, dtype),
-        array(dy, dtype).reshape(-1, channels), array(upstream, dtype).reshape(-1, channels),
-        dvalues.view(-1, channels).numpy(), dgate.view(-1, channels).numpy(), dweight.numpy(),
-    )  # fmt: skip
+    upstream = dy, dtotal if dtotal is not None else torch.empty(0, channels)
+    inputs = (array(tensor, dtype).reshape(-1, channels) for tensor in upstream)
+    outputs = (tensor.view(-1, channels).numpy() for tensor in (dvalues, dgates, dweight))
+    arguments = (*flat(total, dtype), *_arguments(settings, channels, dtype), *inputs, *outputs)
     for_each(lambda task: _backward_rows(*arguments, task, *ranges[task]), len(ranges))
-    return dvalues, dweight.sum(0), dgate
+    dresidual = dvalues.to(total.dtype) if total.dtype != x_dtype else None
+    if gate is not None:
+        dgate = dgates.to(gate.dtype) if dgate is None else dgate.copy_(dgates)
+    return dvalues.to(x_dtype), dresidual, dweight.sum(0).to(weight.dtype) if weight is not None else None, dgate

@@ -1,4 +1,4 @@
-"""Selective scan on a CPU: vectorized over channels, walking time, on all cores.
+"""Selective scan on a CPU: step by step along time, vectorized over channels, on all cores.
 
 A task is one row and one block of channels. Its state is an (N, width) tile that stays in cache. The forward
 pass keeps the state every INTERVAL steps; the backward pass recomputes the steps between two of them into
@@ -17,22 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import compute_dtype, document_starts
+from ..selective_scan import ScanInputs
+from . import jit
 from .activation import gate, gate_backward
-from .jit import (
-    LN_2,
-    LOG2_E,
-    array,
-    blocks,
-    borrowed,
-    copy_to,
-    exp2,
-    flat,
-    for_each,
-    kernel,
-    reduction_kernel,
-    sigmoid,
-    softplus,
-)  # fmt: skip
+from .jit import CHANNEL_BLOCK, array, borrowed, copy_to, exp2, flat, for_each_block, kernel, sigmoid, softplus
 
 INTERVAL = 32
 
@@ -95,7 +84,7 @@ def _positive_dt_backward(dt: Any, bias: Any, use_softplus: Any, ddt: Any, dbias
         dbias[i] += ddt[i]
 
 
-@reduction_kernel
+@jit.reduction_kernel
 def _step_backward(
     dt: Any, dtx: Any, A: Any, before: Any, after: Any, decay: Any, dy: Any, B_n: Any, C_n: Any,
     dstate: Any, ddt: Any, ddtx: Any, dA: Any,
@@ -175,7 +164,7 @@ def _backward_block(
     dA_tile = np.zeros(tile, dtype)
     dstate = np.empty(tile, dtype)
     dstate[:] = dstates[row, :, begin:end]
-    ln_2 = dtype.type(LN_2)
+    ln_2 = dtype.type(jit.LN_2)
     for interval in range((length - 1) // INTERVAL, -1, -1):
         first = interval * INTERVAL
         count = min(INTERVAL, length - first)
@@ -221,79 +210,60 @@ def _backward_block(
     dbias[row, begin:end] = dbias_tile
 
 
-def _arguments(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, starts: Tensor | None, dtype: torch.dtype,
-) -> tuple[Any, ...]:  # fmt: skip
+def _arguments(inputs: ScanInputs, dtype: torch.dtype) -> tuple[Any, ...]:
     """The kernels' common arguments; an absent z or starts is an empty array, an absent D or dt_bias is zero."""
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, doc_ids, _ = inputs
+    starts = document_starts("selective_scan", doc_ids)
     zeros = A.new_zeros(A.shape[0])
     gate = flat(z, dtype) if z is not None else (array(x.new_empty(0), dtype), 0)
     resets = starts if starts is not None else torch.empty(0, 0, dtype=torch.bool)
-    return (
-        *flat(x, dtype), *flat(dt, dtype), array(dt_bias if dt_bias is not None else zeros, dtype), dt_softplus,
-        array(A.to(dtype).t() * LOG2_E, dtype), *flat(B, dtype), *flat(C, dtype),
-        array(D if D is not None else zeros, dtype), *gate, array(resets, torch.bool),
-    )  # fmt: skip
+    steps = *flat(dt, dtype), array(dt_bias if dt_bias is not None else zeros, dtype), dt_softplus
+    matrices = array(A.to(dtype).t() * jit.LOG2_E, dtype), *flat(B, dtype), *flat(C, dtype)
+    skip = array(D if D is not None else zeros, dtype)
+    return *flat(x, dtype), *steps, *matrices, skip, *gate, array(resets, torch.bool)
 
 
-def kept_shape(x: Tensor, A: Tensor) -> tuple[int, int, int, int]:
+def kept_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
     """Of the states that forward keeps."""
-    return x.shape[0], -(-x.shape[1] // INTERVAL), A.shape[1], A.shape[0]
+    return inputs.x.shape[0], -(-inputs.x.shape[1] // INTERVAL), inputs.A.shape[1], inputs.A.shape[0]
 
 
-def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, starts: Tensor | None, initial_state: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, D), final state (B, D, N), kept states), all in `dtype`."""
+def _transposed(state: Tensor | None, inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
+    """A state (B, D, N) as the kernels take it, (B, N, D); zeros without one."""
+    states = torch.zeros(inputs.x.shape[0], *reversed(inputs.A.shape), dtype=dtype)
+    return states if state is None else states.copy_(state.transpose(1, 2))
+
+
+def forward(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(y (B, L, D) in x's dtype, final state (B, D, N), kept states)."""
+    x, dtype = inputs.x, compute_dtype(inputs.x)
+    states = _transposed(inputs.initial_state, inputs, dtype)
+    kept, y = torch.empty(kept_shape(inputs), dtype=dtype), torch.empty(x.shape, dtype=dtype)
+    arguments = (*_arguments(inputs, dtype), states.numpy(), kept.numpy(), y.numpy())
+    for_each_block(lambda *block: _forward_block(*arguments, *block), x.shape[0], x.shape[2])
+    return y.to(x.dtype), states.transpose(1, 2).contiguous(), kept
+
+
+def backward(inputs: ScanInputs, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients of (x, dt, A, B, C, D, z, dt_bias, initial_state); that of an absent z is empty."""
+    x, dtype = inputs.x, compute_dtype(inputs.x)
     batch, length, channels = x.shape
-    num_states = A.shape[1]
-    ranges = blocks(channels)
-    states = torch.zeros(batch, num_states, channels, dtype=dtype)
-    if initial_state is not None:
-        states.copy_(initial_state.transpose(1, 2))
-    kept = torch.empty(kept_shape(x, A), dtype=dtype)
-    y = torch.empty(batch, length, channels, dtype=dtype)
-    arguments = (
-        *_arguments(x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, dtype),
-        states.numpy(), kept.numpy(), y.numpy(),
-    )  # fmt: skip
-    for_each(
-        lambda task: _forward_block(*arguments, task // len(ranges), *ranges[task % len(ranges)]),
-        batch * len(ranges),
-    )
-    return y, states.transpose(1, 2).contiguous(), kept
-
-
-def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, starts: Tensor | None, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (x, dt, A, B, C, D, z, dt_bias, initial_state) in `dtype`; that of an absent z is empty."""
-    batch, length, channels = x.shape
-    num_states = A.shape[1]
-    ranges = blocks(channels)
-    dx, ddt = (torch.empty(batch, length, channels, dtype=dtype) for _ in range(2))
-    dz = torch.empty((batch, length, channels) if z is not None else (0, 0, 0), dtype=dtype)
+    num_states = inputs.A.shape[1]
+    dx, ddt = (torch.empty(x.shape, dtype=dtype) for _ in range(2))
+    dz = torch.empty(x.shape if inputs.z is not None else (0, 0, 0), dtype=dtype)
     dA = torch.empty(batch, num_states, channels, dtype=dtype)
     dD, dbias = (torch.empty(batch, channels, dtype=dtype) for _ in range(2))
-    dB, dC = (torch.empty(len(ranges), batch, length, num_states, dtype=dtype) for _ in range(2))
-    dstates = torch.zeros(batch, num_states, channels, dtype=dtype)
-    if dfinal_state is not None:
-        dstates.copy_(dfinal_state.transpose(1, 2))
-    arguments = (
-        *_arguments(x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, dtype),
-        kept.numpy(), array(dy, dtype), dstates.numpy(), dx.numpy(), ddt.numpy(), dbias.numpy(), dA.numpy(),
-    )  # fmt: skip
+    num_blocks = -(-channels // CHANNEL_BLOCK)
+    dB, dC = (torch.empty(num_blocks, batch, length, num_states, dtype=dtype) for _ in range(2))
+    dstates = _transposed(dfinal_state, inputs, dtype)
+    grads = dstates.numpy(), dx.numpy(), ddt.numpy(), dbias.numpy(), dA.numpy()
+    arguments = (*_arguments(inputs, dtype), kept.numpy(), array(dy, dtype), *grads)
     dB_blocks, dC_blocks, last = dB.numpy(), dC.numpy(), (dD.numpy(), dz.numpy())
 
-    def work(task: int) -> None:
-        row, block = divmod(task, len(ranges))
-        _backward_block(*arguments, dB_blocks[block], dC_blocks[block], *last, row, *ranges[block])
+    def work(row: int, begin: int, end: int) -> None:
+        block = begin // CHANNEL_BLOCK
+        _backward_block(*arguments, dB_blocks[block], dC_blocks[block], *last, row, begin, end)
 
-    for_each(work, batch * len(ranges))
-    return (
-        dx, ddt, dA.sum(0).t().contiguous(), dB.sum(0), dC.sum(0), dD.sum(0), dz, dbias.sum(0),
-        dstates.transpose(1, 2).contiguous(),
-    )  # fmt: skip
+    for_each_block(work, batch, channels)
+    sums = (dA.sum(0).t().contiguous(), dB.sum(0), dC.sum(0), dD.sum(0))
+    return dx, ddt, *sums, dz, dbias.sum(0), dstates.transpose(1, 2).contiguous()

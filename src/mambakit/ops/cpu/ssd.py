@@ -1,7 +1,7 @@
 """SSD on a CPU: matrix products over chunks of time, and numba for the triangles between them.
 
 Inside a chunk of Q tokens the recurrence is unrolled into a masked (Q, Q) product; between chunks only the state
-travels. With cum_i = sum of dt A from the document's (or chunk's) beginning to i, X = dt x, and S the state that
+is passed. With cum_i = sum of dt A from the document's (or chunk's) beginning to i, X = dt x, and S the state that
 enters the chunk:
 
     y_i   = sum_{j <= i} exp(cum_i - cum_j) (C_i B_j) X_j  +  exp(cum_i) S C_i
@@ -10,8 +10,8 @@ enters the chunk:
 Every factor is exactly zero where its two ends lie in different documents: `first` says where the document of a token
 begins in its chunk. States lie as (N, heads x P), so that the products with B and C need no transposed copies.
 
-Work goes piece by piece, some rows by a span of chunks, small enough for its intermediates to stay in cache. The
-state before each span is kept for backward; everything else is recomputed there.
+A piece is some rows and a span of chunks, small enough for its intermediates to stay in cache. The state before each
+span is kept for backward; everything else is recomputed there.
 
 Sizes in shapes: B rows of a piece, c its chunks, Q chunk, H heads, G groups, h = H/G heads of a group, P head size,
 N state.
@@ -19,7 +19,7 @@ N state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import compute_dtype, document_starts
+from ..selective_scan import positive_dt
+from ..ssd import SSDInputs, per_channel
 from .jit import LOG2_E, array, blocks, borrowed, exp2, flat, for_each, kernel, reduction_kernel
 
 CHUNK = 64
@@ -46,9 +49,9 @@ class Plan:
     rows: int
 
     @classmethod
-    def of(cls, x: Tensor, chunk_size: int | None) -> Plan:
-        batch, length, heads, head_dim = x.shape
-        chunks = -(-length // (chunk_size or CHUNK))
+    def of(cls, inputs: SSDInputs) -> Plan:
+        batch, length, heads, head_dim = inputs.x.shape
+        chunks = -(-length // (inputs.chunk_size or CHUNK))
         chunk = -(-length // chunks)
         tokens = max(chunk, PIECE // (heads * head_dim))
         span = chunk * min(chunks, tokens // chunk)
@@ -221,13 +224,17 @@ class _Piece:
     """What forward and backward both need of a piece. Tensors like x are (B, c, Q, H, P)."""
 
     def __init__(
-        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, state: Tensor, chunk: int
+        self, inputs: SSDInputs, starts: Tensor | None, chunk: int, at: tuple[slice, slice], state: Tensor
     ) -> None:
+        """The rows and tokens `at` of inputs whose dt is already positive, and the state before them."""
+        x, dt, B, C = (tensor[at] for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
         self.length, self.chunk, self.groups = x.shape[1], chunk, B.shape[2]
         self.heads_per_group = x.shape[2] // self.groups
         self.x, self.dt = self.chunked(x, state.dtype), self.chunked(dt, state.dtype)  # dt (B, c, Q, H)
         self.B, self.C = (self.chunked(t, state.dtype).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
-        self.first, self.high, self.low, self.from_start, self.to_end, self.chunk_decay = self._decays(A, starts)
+        self.first, self.high, self.low, self.from_start, self.to_end, self.chunk_decay = self._decays(
+            inputs.A, starts[at] if starts is not None else None
+        )
         self.X_to_end = self.by_group(self.x * (self.dt * self.to_end)[..., None])  # (B, c, G, Q, hP)
         self.states, self.final_state = self.pass_states(self.B.transpose(-1, -2) @ self.X_to_end, state)
 
@@ -240,7 +247,7 @@ class _Piece:
         return chunks
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The way back: (B, c, Q, …) as (B, L, …)."""
+        """The inverse: (B, c, Q, …) as (B, L, …)."""
         return tensor.flatten(1, 2)[:, : self.length]
 
     def by_group(self, tensor: Tensor) -> Tensor:
@@ -249,7 +256,7 @@ class _Piece:
         return grouped.transpose(2, 3).flatten(4)
 
     def by_token(self, tensor: Tensor) -> Tensor:
-        """The way back: (B, c, G, Q, hP) as (B, c, Q, H, P)."""
+        """The inverse: (B, c, G, Q, hP) as (B, c, Q, H, P)."""
         grouped: Tensor = tensor.unflatten(4, (self.heads_per_group, -1))
         return grouped.transpose(2, 3).flatten(3, 4)
 
@@ -297,23 +304,20 @@ class _Piece:
         rows, chunks = self.high.shape[:2]
         for_each(lambda task: function(*arguments, *divmod(task, chunks)), rows * chunks)
 
-    def _numpy(self) -> tuple[Any, Any]:
-        return self.high.numpy(), self.low.numpy()
+    def _numpy(self, CB: Tensor) -> tuple[Any, ...]:
+        return self.high.numpy(), self.low.numpy(), CB.numpy(), self.first.numpy()
 
     def scores(self) -> tuple[Tensor, Tensor]:
         """(C_i B_j (B, c, G, Q, Q), that times exp(cum_i - cum_j) (B, c, H, Q, Q), zero unless first_i <= j <= i)."""
         CB = self.C @ self.B.transpose(-1, -2)
         scores = CB.new_empty(*self.high.shape, self.chunk)
-        arguments = (*self._numpy(), CB.numpy(), self.first.numpy(), scores.numpy())
-        self._for_each_chunk(_scores_of_chunk, arguments)
+        self._for_each_chunk(_scores_of_chunk, (*self._numpy(CB), scores.numpy()))
         return CB, scores
 
     def scores_backward(self, CB: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor]:
         """(gradient of C_i B_j (B, c, G, Q, Q), of dt A (B, c, H, Q))."""
         dCB, ddA = torch.zeros_like(CB), torch.empty_like(self.high)
-        arguments = (
-            *self._numpy(), CB.numpy(), self.first.numpy(), dscores.numpy(), dCB.numpy(), ddA.numpy(),
-        )  # fmt: skip
+        arguments = (*self._numpy(CB), dscores.numpy(), dCB.numpy(), ddA.numpy())
         self._for_each_chunk(_scores_backward_of_chunk, arguments)
         return dCB, ddA
 
@@ -324,12 +328,10 @@ class _Piece:
         dtype = dX.dtype
         dx = dX.new_empty(self.x.shape)
         sums = [dX.new_empty(self.dt.shape) for _ in range(3)]
-        arguments = (
-            dX.numpy(), B_dstates.numpy(), array(self.to_end, dtype), *flat(self.x.flatten(3), dtype),
-            *flat(dy.flatten(3), dtype), C_states.numpy(), array(self.dt, dtype), dx.numpy(),
-            *(s.numpy() for s in sums),
-        )  # fmt: skip
-        self._for_each_chunk(_dx_of_chunk, arguments)
+        before = dX.numpy(), B_dstates.numpy(), array(self.to_end, dtype)
+        tokens = *flat(self.x.flatten(3), dtype), *flat(dy.flatten(3), dtype)
+        after = C_states.numpy(), array(self.dt, dtype), dx.numpy(), *(s.numpy() for s in sums)
+        self._for_each_chunk(_dx_of_chunk, (*before, *tokens, *after))
         return dx, sums[0], sums[1], sums[2]
 
 
@@ -348,53 +350,58 @@ def _flat_state(state: Tensor, groups: int) -> Tensor:
 
 
 def _full_state(state: Tensor, heads_per_group: int) -> Tensor:
-    """The way back: (B, G, N, hP) as (B, H, P, N)."""
+    """The inverse: (B, G, N, hP) as (B, H, P, N)."""
     grouped: Tensor = state.unflatten(3, (heads_per_group, -1))
     return grouped.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
-def kept_shape(x: Tensor, B: Tensor, chunk_size: int | None) -> tuple[int, ...]:
+def kept_shape(inputs: SSDInputs) -> tuple[int, ...]:
     """Shape of the states kept for backward, (B, spans, G, N, hP)."""
-    groups, num_states = B.shape[2:]
-    return x.shape[0], Plan.of(x, chunk_size).num_spans, groups, num_states, x.shape[2] * x.shape[3] // groups
+    batch, _, heads, head_dim = inputs.x.shape
+    groups, num_states = inputs.B.shape[2:]
+    return batch, Plan.of(inputs).num_spans, groups, num_states, heads * head_dim // groups
 
 
-def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, initial_state: Tensor | None,
-    chunk_size: int | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, H, P) without the D term, final state (B, H, P, N), kept states) in `dtype`. dt is already positive."""
-    plan = Plan.of(x, chunk_size)
-    groups = B.shape[2]
+def forward(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(y (B, L, H, P) in x's dtype, final state (B, H, P, N), kept states)."""
+    x, dtype = inputs.x, compute_dtype(inputs.x)
+    plan, groups = Plan.of(inputs), inputs.B.shape[2]
+    starts = document_starts("ssd", inputs.doc_ids)
+    softplus = positive_dt(inputs.dt, inputs.dt_bias, inputs.dt_softplus, dtype)
+    inputs = inputs._replace(dt=softplus.clamp(inputs.dt_low, inputs.dt_high))
     y = x.new_empty(x.shape, dtype=dtype)
-    kept = x.new_zeros(kept_shape(x, B, chunk_size), dtype=dtype)
-    final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
-    if initial_state is not None:
-        kept[:, 0] = _flat_state(initial_state.to(dtype), groups)
+    kept = x.new_zeros(kept_shape(inputs), dtype=dtype)
+    final_state = x.new_empty(x.shape[0], *x.shape[2:], inputs.B.shape[3], dtype=dtype)
+    if inputs.initial_state is not None:
+        kept[:, 0] = _flat_state(inputs.initial_state.to(dtype), groups)
     with torch.autocast(x.device.type, enabled=False):
         for rows in plan.row_blocks():
             state = kept[rows, 0]
             for span in range(plan.num_spans):
                 kept[rows, span] = state
                 at = (rows, plan.time(span))
-                piece = _Piece(
-                    x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None, state, plan.chunk
-                )
+                piece = _Piece(inputs, starts, plan.chunk, at, state)
                 y_intra = piece.scores()[1] @ _head_major(piece.x, piece.dt)  # (B, c, H, Q, P)
                 y_inter = piece.by_token(piece.C @ piece.states)  # (B, c, Q, H, P)
                 y[at] = piece.whole(torch.addcmul(y_intra.transpose(2, 3), y_inter, piece.from_start[..., None]))
                 state = piece.final_state
             final_state[rows] = _full_state(state, x.shape[2] // groups)
-    return y, final_state, kept
+    if inputs.D is not None:
+        y.addcmul_(per_channel(inputs.D, dtype), x.to(dtype))
+    return y.to(x.dtype), final_state, kept
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, kept: Tensor,
-    chunk_size: int | None, dy: Tensor, dfinal_state: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (x, dt, A, B, C, initial_state) in `dtype`."""
-    plan = Plan.of(x, chunk_size)
-    groups = B.shape[2]
+    inputs: SSDInputs, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: Sequence[Tensor] = ()
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state). Those of x, B and C are written `into` tensors where
+    these are given."""
+    x, dt, A, B, C, D = inputs[:6]
+    dtype, plan = compute_dtype(x), Plan.of(inputs)
+    starts = document_starts("ssd", inputs.doc_ids)
+    softplus = positive_dt(dt, inputs.dt_bias, inputs.dt_softplus, dtype)
+    inputs = inputs._replace(x=x.to(dtype), dt=softplus.clamp(inputs.dt_low, inputs.dt_high))
+    dy = dy.to(dtype)
     dx, ddt, dB, dC = (torch.empty(t.shape, dtype=dtype, device=x.device) for t in (x, dt, B, C))
     dA = torch.zeros(A.shape, dtype=dtype, device=x.device)
     dinitial = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=dtype)
@@ -403,17 +410,24 @@ def backward(
             if dfinal_state is None:
                 dstate = torch.zeros_like(kept[rows, 0])
             else:
-                dstate = _flat_state(dfinal_state[rows].to(dtype), groups)
+                dstate = _flat_state(dfinal_state[rows].to(dtype), B.shape[2])
             for span in reversed(range(plan.num_spans)):
                 at = (rows, plan.time(span))
-                piece = _Piece(
-                    x[at], dt[at], A, B[at], C[at], starts[at] if starts is not None else None,
-                    kept[rows, span], plan.chunk,
-                )  # fmt: skip
+                piece = _Piece(inputs, starts, plan.chunk, at, kept[rows, span])
                 dx[at], ddt[at], dA_part, dB[at], dC[at], dstate = _backward_piece(piece, A.to(dtype), dy[at], dstate)
                 dA += dA_part
             dinitial[rows] = _full_state(dstate, piece.heads_per_group)
-    return dx, ddt, dA, dB, dC, dinitial
+    dD = None
+    if D is not None:
+        dD = (dy * inputs.x).sum((0, 1) if D.dim() == 2 else (0, 1, 3))
+        dx.addcmul_(per_channel(D, dtype), dy)
+    ddt *= (softplus >= inputs.dt_low) & (softplus <= inputs.dt_high)
+    if inputs.dt_softplus:
+        ddt *= -torch.expm1(-softplus)  # softplus' = 1 - exp(-softplus)
+    ddt_bias = ddt.sum((0, 1)) if inputs.dt_bias is not None else None
+    for out, grad in zip(into, (dx, dB, dC), strict=False):
+        out.copy_(grad)
+    return dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial
 
 
 def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
@@ -443,7 +457,5 @@ def _backward_piece(piece: _Piece, A: Tensor, dy: Tensor, dstate: Tensor) -> tup
     ddA = ddA.transpose(2, 3) + (state_dstate * piece.chunk_decay)[:, :, None]  # (B, c, Q, H)
     ddA += (1 - earlier) @ (y_dy * piece.from_start) + earlier @ (piece.dt * x_dx_state)
     ddt = ddA * A + x_dx
-    return (
-        piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)),
-        piece.whole(dB.transpose(2, 3)), piece.whole(dC.transpose(2, 3)), dstate,
-    )  # fmt: skip
+    dB, dC = (piece.whole(grad.transpose(2, 3)) for grad in (dB, dC))
+    return piece.whole(dx), piece.whole(ddt), (ddA * piece.dt).sum((0, 1, 2)), dB, dC, dstate

@@ -19,7 +19,7 @@ def why_no_triton(device_index: int) -> str | None:
         return "Triton is not installed (pip install triton)"
     if torch.version.hip is None and torch.cuda.get_device_capability(device_index) < OLDEST_FOR_TRITON:
         return f"Triton needs compute capability 8.0, and {_name(device_index)}"
-    nvrtc.keep_triton_s_cache_on_the_node()
+    nvrtc.use_triton_cache_of_the_node()
     return None
 
 

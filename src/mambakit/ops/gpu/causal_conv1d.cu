@@ -1,7 +1,7 @@
 // Causal depthwise convolution along time, forward and backward.
 //
-// A thread owns V neighbouring channels and walks along a chunk of time with the last W - 1 inputs in registers, so every
-// input is read once. Where a document begins, what it remembers becomes zero.
+// A thread has V neighbouring channels and goes along a chunk of time with the last W - 1 inputs in registers, so every
+// input is read once. Where a document begins, these inputs become zero.
 //
 // Compiled with W (taps), V (channels of a thread), STEPS (that are read at once), IO (common.cuh), SILU, DOCUMENTS.
 
@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_parameters(float (&weight)[W][V], Wide& bia
 
 // The W - 1 inputs before `t`, the newest last, zero where they are older than the document of t - 1. Gives how many of
 // them belong to it.
-__device__ __forceinline__ int load_past(float (&past)[HELD][V], const Inputs& in, index_t row, index_t channel, int t) {
+__device__ __forceinline__ int load_past(float (&past)[HELD][V], const Inputs& in, index_t row, index_t channel,
+                                         int t) {
     int age = PAST;
 #pragma unroll
     for (int k = 1; k <= PAST; ++k) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ float convolve(const float (&weight)[W][V], const Wid
     return sum;
 }
 
-__device__ __forceinline__ void forget(float* seen) {
+__device__ __forceinline__ void clear_past(float* seen) {
 #pragma unroll
     for (int k = 0; k < PAST * V; ++k) seen[k] = 0.f;
 }
@@ -167,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) conv_forwa
             if (i >= left) break;
             widen_all(seen[PAST + i], xs[i]);
             if (DOCUMENTS && ids[i] != document) {
-                forget(seen[i]);
+                clear_past(seen[i]);
                 document = ids[i];
             }
             Wide out;
@@ -215,7 +216,8 @@ struct Backward {
     float* parts;        // (batch, chunks, W + 1, channels): parts of dweight and dbias
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_backward(const __grid_constant__ Backward p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
+    conv_backward(const __grid_constant__ Backward p) {
     const Inputs& in = p.in;
     const Place at = find_place(in);
     if (!at.inside) return;
@@ -287,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) conv_back
                 for (int v = 0; v < V; ++v) d[v] += other[v];
             }
             if (DOCUMENTS && ids[i] != document) {
-                forget(seen[i]);
+                clear_past(seen[i]);
                 document = ids[i];
                 age = 0;
             }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
+from ..causal_conv1d import ConvInputs
 from .device import processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
@@ -17,51 +17,47 @@ FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a multiprocessor holds at once
 LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps of a thread
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """(y, final state), both in x's dtype."""
+    x = rows(inputs.x, inputs.x.dtype)
     batch, length, channels = x.shape
-    width = weight.shape[1]
-    x = rows(x, x.dtype)
-    state = initial_state.to(x.dtype).contiguous() if initial_state is not None else None
-    y, final_state = x.new_empty(batch, length, channels), x.new_empty(batch, width - 1, channels)
+    state = _stored(inputs.initial_state, x.dtype)
+    y, final_state = x.new_empty(x.shape), x.new_empty(batch, inputs.weight.shape[1] - 1, channels)
     v = _vector_width((x, state), channels)
     chunk_length = _chunk_length(x, v, FORWARD_BLOCKS, LONGEST_FORWARD)
-    inputs, _held = _inputs(x, weight, bias, doc_ids, state, chunk_length)
+    packed, _held = _pack_inputs(x, inputs, state, chunk_length)
     blocks = math.ceil(batch * math.ceil(length / chunk_length) * (channels // v) / THREADS)
-    _code(width, v, x.dtype, silu, doc_ids is not None).launch(
-        "conv_forward", blocks, THREADS, inputs + pack(y, final_state), x.device
-    )
+    _code(inputs, v).launch("conv_forward", blocks, THREADS, packed + pack(y, final_state), x.device)
     return y, final_state
 
 
 def backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, initial_state: Tensor | None, silu: bool,
-    dy: Tensor, dfinal_state: Tensor | None, *, more_dy: Tensor | None = None, dx: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    inputs: ConvInputs, dy: Tensor, dfinal_state: Tensor | None, more_dy: Tensor | None = None, dx: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """Gradients of x, weight, bias and the initial state. The gradient of y may come in two parts; that of x is written
     to `dx` where it is given."""
+    x = rows(inputs.x, inputs.x.dtype)
     batch, length, channels = x.shape
-    width = weight.shape[1]
-    x, dy = rows(x, x.dtype), rows(dy, x.dtype)
-    more_dy = rows(more_dy, x.dtype) if more_dy is not None else None
-    state, dfinal = (t.to(x.dtype).contiguous() if t is not None else None for t in (initial_state, dfinal_state))
-    dx = x.new_empty(batch, length, channels) if dx is None else dx
+    width = inputs.weight.shape[1]
+    dy, more_dy = rows(dy, x.dtype), rows(more_dy, x.dtype) if more_dy is not None else None
+    state, dfinal = _stored(inputs.initial_state, x.dtype), _stored(dfinal_state, x.dtype)
+    dx = x.new_empty(x.shape) if dx is None else dx
     v = _vector_width((x, state, dy, more_dy, dfinal, dx), channels)
     chunk_length = _chunk_length(x, v, BACKWARD_BLOCKS, LONGEST_BACKWARD)
     chunks = math.ceil(length / chunk_length)
-    dinitial = x.new_empty(batch, width - 1, channels) if initial_state is not None else None
+    dinitial = x.new_empty(batch, width - 1, channels) if state is not None else None
     parts = torch.empty(batch * chunks, width + 1, channels, device=x.device)
-    inputs, _held = _inputs(x, weight, bias, doc_ids, state, chunk_length)
-    more_strides = (more_dy if more_dy is not None else dy).stride()[:2]
-    arguments = inputs + pack(
-        dy, *dy.stride()[:2], more_dy, *more_strides, dfinal, dx, *dx.stride()[:2], dinitial, parts
-    )  # fmt: skip
+    packed, _held = _pack_inputs(x, inputs, state, chunk_length)
+    upstream = pack(dy, *dy.stride()[:2], more_dy, *(dy if more_dy is None else more_dy).stride()[:2], dfinal)
+    arguments = packed + upstream + pack(dx, *dx.stride()[:2], dinitial, parts)
     blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
-    _code(width, v, x.dtype, silu, doc_ids is not None).launch("conv_backward", blocks, THREADS, arguments, x.device)
+    _code(inputs, v).launch("conv_backward", blocks, THREADS, arguments, x.device)
     dparameters = parts.sum(0)  # (W + 1, D)
     return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
+
+
+def _stored(state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return state.to(dtype).contiguous() if state is not None else None
 
 
 def _vector_width(tensors: tuple[Tensor | None, ...], channels: int) -> int:
@@ -84,20 +80,19 @@ def _chunk_length(x: Tensor, v: int, blocks_held: int, longest: int) -> int:
     return max(8 * STEPS, math.ceil(length / chunks / STEPS) * STEPS)
 
 
-def _inputs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, doc_ids: Tensor | None, state: Tensor | None, chunk_length: int
+def _pack_inputs(
+    x: Tensor, inputs: ConvInputs, state: Tensor | None, chunk_length: int
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """The struct Inputs, and the tensors that its addresses point to."""
-    weight = weight.float().contiguous()
-    bias = bias.float().contiguous() if bias is not None else None
-    documents = doc_ids.contiguous() if doc_ids is not None else None
+    weight = inputs.weight.float().contiguous()
+    bias = inputs.bias.float().contiguous() if inputs.bias is not None else None
+    documents = inputs.doc_ids.contiguous() if inputs.doc_ids is not None else None
     packed = pack(x, *x.stride()[:2], weight, bias, documents, state, *x.shape, chunk_length)
     return packed, (weight, bias, documents)
 
 
-@functools.cache
-def _code(width: int, v: int, dtype: torch.dtype, silu: bool, documents: bool) -> Kernels:
-    return kernels(
-        "causal_conv1d.cu", W=width, V=v, STEPS=STEPS, IO=IO[dtype], SILU=int(silu), DOCUMENTS=int(documents),
-        FORWARD_BLOCKS=FORWARD_BLOCKS, BACKWARD_BLOCKS=BACKWARD_BLOCKS,
-    )  # fmt: skip
+def _code(inputs: ConvInputs, v: int) -> Kernels:
+    options = {"SILU": int(inputs.silu), "DOCUMENTS": int(inputs.doc_ids is not None)}
+    blocks = {"FORWARD_BLOCKS": FORWARD_BLOCKS, "BACKWARD_BLOCKS": BACKWARD_BLOCKS}
+    sizes = {"W": inputs.weight.shape[1], "V": v, "STEPS": STEPS, "IO": IO[inputs.x.dtype]}
+    return kernels("causal_conv1d.cu", **sizes, **options, **blocks)

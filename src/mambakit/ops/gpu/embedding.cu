@@ -1,12 +1,12 @@
-// The gradient of an embedding, in the same order every time. Places in the text are sorted by token; a block sums PIECE
-// of them for its columns. A token whose places lie in one piece is done there. Of one that goes on, each piece keeps
-// what it has, and the piece where it begins adds them up afterwards.
+// The gradient of an embedding, summed in a fixed order. Positions in the text are sorted by token; a block sums PIECE
+// of them for its columns. A token whose positions lie in one piece is finished there. Of a token in several pieces,
+// each piece stores its partial sum, and the piece where the token begins adds them up afterwards.
 
 struct Gradient {
     const io_t* dy;  // (places, columns)
     const index_t *tokens, *places;  // sorted by token: which token, and where it stood
     io_t* out;                       // (tokens, columns)
-    float* edges;                    // (pieces, 2, columns): of the token that came in, and of the one that goes on
+    float* edges;                    // (pieces, 2, columns): partial sums of a piece's first and last token
     index_t count, columns;
 };
 
@@ -19,30 +19,30 @@ __device__ __forceinline__ index_t piece_of(const Gradient& p) {
     return blockIdx.x / ((p.columns + THREADS - 1) / THREADS);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_pieces(const __grid_constant__ Gradient p) {
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_sum_pieces(const __grid_constant__ Gradient p) {
     const index_t column = column_of(p), piece = piece_of(p);
     if (column >= p.columns) return;
     const index_t begin = piece * PIECE, end = min(begin + PIECE, p.count);
     float* edges = p.edges + piece * 2 * p.columns + column;
     index_t token = p.tokens[begin];
-    bool came_in = begin > 0 && p.tokens[begin - 1] == token;
+    bool continues = begin > 0 && p.tokens[begin - 1] == token;
     float sum = 0.f;
 #pragma unroll 4
     for (index_t i = begin; i < end; ++i) {
         sum += widen(p.dy[p.places[i] * p.columns + column]);
         const index_t next = i + 1 < p.count ? p.tokens[i + 1] : -1;
         if (next == token && i + 1 < end) continue;
-        if (came_in)
+        if (continues)
             edges[0] = sum;
         else if (next == token)
             edges[p.columns] = sum;
         else
             p.out[token * p.columns + column] = narrow(sum);
-        token = next, came_in = false, sum = 0.f;
+        token = next, continues = false, sum = 0.f;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_join(const __grid_constant__ Gradient p) {
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_sum_edges(const __grid_constant__ Gradient p) {
     const index_t column = column_of(p), piece = piece_of(p);
     if (column >= p.columns) return;
     const index_t begin = piece * PIECE, end = begin + PIECE;

@@ -27,6 +27,6 @@ def backward(dy: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
     arguments = pack(dy, in_order, places, out, edges, count, columns)
     blocks = pieces * math.ceil(columns / THREADS)
     code = kernels("embedding.cu", IO=IO[dy.dtype], THREADS=THREADS, PIECE=PIECE)
-    for name in ("embedding_pieces", "embedding_join"):
+    for name in ("embedding_sum_pieces", "embedding_sum_edges"):
         code.launch(name, blocks, THREADS, arguments, dy.device)
     return out

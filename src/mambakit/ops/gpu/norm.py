@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..norm import NormSettings
 from .device import processors
 
 # The least elements of a program: small groups share one, so that all its threads have work.
@@ -112,54 +113,50 @@ def _backward_kernel(
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, gate: Tensor | None,
-    group: int, gate_last: bool, dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, settings: NormSettings, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype or another, x + residual in the residual's), both contiguous and of x's shape."""
+    weight, eps, gate, group, _ = settings
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if residual is not None else None
     channels, rows = x.shape[-1], x.numel() // x.shape[-1]
-    tile_rows, columns, warps = _tile(group)
+    tile_rows, _, _ = _tile(group)
     tiles = triton.cdiv(rows, tile_rows) * (channels // group)
     gates, gate_stride = _rows(gate)
     unit = _unit(gate_stride)
+    inputs = *_rows(x), *_rows(residual), _contiguous(weight), gates, gate_stride // unit
     if tiles > 0:
         with torch.cuda.device_of(x):
-            _forward_kernel[(tiles,)](
-                *_rows(x), *_rows(residual), _contiguous(weight), gates, gate_stride // unit, y, total, rows, eps,
-                CHANNELS=channels, GROUP=group, GATE_LAST=gate_last, GATE_UNIT=unit,
-                ROWS=tile_rows, COLUMNS=columns, num_warps=warps,
-            )  # fmt: skip
+            _forward_kernel[(tiles,)](*inputs, y, total, rows, eps, **_constants(settings, channels, unit))
     return y, total
 
 
 def backward(
-    total: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None, group: int, gate_last: bool,
-    dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, *, dgate: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    total: Tensor, settings: NormSettings, dy: Tensor, dtotal: Tensor | None, x_dtype: torch.dtype, dgate: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dresidual, dweight, dgate), each in its input's dtype. dresidual is None where it would equal dx. A `dgate`
     that is given, rows of neighbouring channels, is written to."""
+    weight, eps, gate, group, _ = settings
     shape, device = total.shape, total.device
     dx = torch.empty(shape, dtype=x_dtype, device=device)
     dresidual = torch.empty(shape, dtype=total.dtype, device=device) if total.dtype != x_dtype else None
     if gate is not None and dgate is None:
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=device)
     channels, rows = shape[-1], total.numel() // shape[-1]
-    tile_rows, columns, warps = _tile(group)
+    tile_rows, columns, _ = _tile(group)
     num_groups = channels // group
     at_once = processors(device) * max(1, ELEMENTS_AT_ONCE // (tile_rows * columns))
     parts = min(triton.cdiv(rows, tile_rows), triton.cdiv(at_once, num_groups))
     dweight = torch.empty(parts, channels, dtype=torch.float32, device=device) if weight is not None else None
     (gates, gate_stride), (dgates, dgate_stride) = _rows(gate), _rows(dgate)
     unit = _unit(gate_stride, dgate_stride)
+    inputs = *_rows(total), _contiguous(weight), gates, gate_stride // unit, *_rows(dy), *_rows(dtotal)
+    outputs = dx, dresidual, dgates, dgate_stride // unit, dweight
     if parts > 0:
         with torch.cuda.device_of(total):
             _backward_kernel[(parts * num_groups,)](
-                *_rows(total), _contiguous(weight), gates, gate_stride // unit, *_rows(dy), *_rows(dtotal),
-                dx, dresidual, dgates, dgate_stride // unit, dweight, rows, eps,
-                CHANNELS=channels, GROUP=group, GATE_LAST=gate_last, GATE_UNIT=unit,
-                ROWS=tile_rows, COLUMNS=columns, num_warps=warps,
-            )  # fmt: skip
+                *inputs, *outputs, rows, eps, **_constants(settings, channels, unit)
+            )
     if weight is None or dweight is None:
         return dx, dresidual, None, dgate
     return dx, dresidual, dweight.sum(0).to(weight.dtype), dgate
@@ -170,6 +167,13 @@ def _tile(group: int) -> tuple[int, int, int]:
     columns = triton.next_power_of_2(group)
     rows = max(1, TILE // columns)
     return rows, columns, max(1, min(16, rows * columns // ELEMENTS_OF_A_THREAD // 32))
+
+
+def _constants(settings: NormSettings, channels: int, unit: int) -> dict[str, int]:
+    """What both kernels are compiled with."""
+    rows, columns, warps = _tile(settings.group)
+    sizes = {"CHANNELS": channels, "GROUP": settings.group, "ROWS": rows, "COLUMNS": columns}
+    return sizes | {"GATE_LAST": settings.gate_last, "GATE_UNIT": unit, "num_warps": warps}
 
 
 def _rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:

@@ -112,7 +112,7 @@ def compile_kernels(file: str, constants: dict[str, int], capability: tuple[int,
     options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{name}={v}" for name, v in constants.items())]
     source = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", file))
     key = hashlib.sha256("\0".join([version, source, *options]).encode()).hexdigest()[:32]
-    cached = cache_folder()
+    cached = kernel_cache()
     if cached is not None:
         with_name = cached / f"{Path(file).stem}-{key}"
         if (code := _read(with_name)) is not None:
@@ -168,11 +168,11 @@ def _write(path: Path, code: bytes) -> None:
         return
 
 
-def cache_folder() -> Path | None:
-    """Where compiled kernels are kept; None where no folder of our own can be had.
+def kernel_cache() -> Path | None:
+    """Where compiled kernels are kept; None where there is no folder that only the user can write to.
 
     MAMBAKIT_CACHE if set; in a cluster's job, where home is often a network file system, a folder of the node; else the
-    user's cache folder. It holds machine code, so only the user may be able to write to it.
+    user's cache folder. It holds machine code, so others must not be able to write to it.
     """
     if chosen := os.environ.get("MAMBAKIT_CACHE"):
         return _own_folder(Path(chosen), "kernels")
@@ -185,7 +185,7 @@ def cache_folder() -> Path | None:
     return _own_folder(home / "mambakit", "kernels")
 
 
-def keep_triton_s_cache_on_the_node() -> None:
+def use_triton_cache_of_the_node() -> None:
     """Nodes of a job that share Triton's cache on a network file system would race for it: give each its own."""
     if is_under_a_job() and "TRITON_CACHE_DIR" not in os.environ:
         folder = _own_folder(_folder_of_the_node(), "triton")
@@ -303,10 +303,7 @@ class Kernels:
             return function
 
 
-@functools.cache
-def kernels(file: str, **constants: int) -> Kernels:
-    """The same object for the same file and constants, so that each is compiled and loaded once."""
-    return Kernels(file, **constants)
+kernels = functools.cache(Kernels)  # the same object for the same arguments: each is compiled and loaded once
 
 
 def rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

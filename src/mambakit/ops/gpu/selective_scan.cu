@@ -1,13 +1,13 @@
 // Selective scan, forward and backward.
 //
-// A warp owns CHANNELS neighbouring channels of one row of the batch and walks along time. Each thread keeps the states
-// of 4 channels x 4 states in registers: Q lanes share 4 channels and divide their N states, 32 / Q such groups make the
-// warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and gradients per
-// channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
+// A warp has CHANNELS neighbouring channels of one row of the batch and goes along time. Each thread keeps the states
+// of 4 channels x 4 states in registers: Q lanes share 4 channels and divide their N states, and 32 / Q such groups
+// are a warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and the
+// gradients per channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
 //
-// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; WARPS of a block; KEEP, the steps between states
-// that forward keeps for backward; AHEAD and BEHIND, the steps of a tile in either direction: all states of a tile of
-// BEHIND are in registers.
+// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; WARPS of a block; KEEP, the steps between the
+// states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction: all
+// states of a tile of BACKWARD_TILE are in registers.
 
 #define NC 4  // channels of a thread
 #define NS 4  // states of a thread
@@ -27,7 +27,7 @@ struct Inputs {
     const float *A, *D, *bias;  // (D, N), (D), (D)
     const int* documents;       // (batch, length), contiguous
     index_t batch, length, channels;
-    index_t chunks, chunk_length;  // time is cut into chunks, which run side by side
+    index_t chunks, chunk_length;  // time is cut into chunks, which run in parallel
 };
 
 // Where a warp works: a row, a chunk of time, some channels.
@@ -187,8 +187,8 @@ __device__ __forceinline__ void sum_states(float (&own)[OWN], float (&values)[NC
         for (int c = 0; c < NC / 2; ++c)
             if (c < left) {
                 float low = values[c], high = values[c + left];
-                float sent = q & bit ? low : high;
-                values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, sent, bit);
+                float other = q & bit ? low : high;
+                values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, other, bit);
             }
     }
 #pragma unroll
@@ -211,21 +211,21 @@ __device__ __forceinline__ void advance(Tile& h, const Tile& A, const float (&dt
 
 struct Forward {
     Inputs in;
-    const float* entering;  // (batch, chunks, channels, N): the state before each chunk; zeros where there is none
+    const float* initial_states;  // (batch, chunks, channels, N): the state before each chunk; or null: zeros
     io_t* y;                // (batch, length, channels)
     float* final_state;     // (batch, channels, N)
     float* kept;            // (batch, length / KEEP, channels, N): the state before each KEEP steps
-    float* leaving;         // (batch, chunks, channels, N): what a chunk alone leaves behind
+    float* chunk_states;         // (batch, chunks, channels, N): each chunk's last state, from zero
     float* total_dt;        // (batch, chunks, channels): summed over a chunk; infinite where a document begins inside
 };
 
 struct ForwardShared {
-    float dt[AHEAD][CHANNELS], u[AHEAD][CHANNELS];
-    float B[AHEAD][PADDED], C[AHEAD][PADDED];
+    float dt[FORWARD_TILE][CHANNELS], u[FORWARD_TILE][CHANNELS];
+    float B[FORWARD_TILE][PADDED], C[FORWARD_TILE][PADDED];
 };
 
 // B or C of a tile, by all lanes of a warp: lane l takes every 32nd of its values.
-#define TILE_WORDS ((AHEAD * PADDED + 31) / 32)
+#define TILE_WORDS ((FORWARD_TILE * PADDED + 31) / 32)
 
 __device__ __forceinline__ Column states_column(const io_t* memory, Strides stride, int t, const Place& at) {
     return {memory + at.row * stride.row + (t + at.lane / PADDED) * stride.step + at.lane % PADDED, (int)stride.step};
@@ -241,17 +241,18 @@ __device__ __forceinline__ void fetch_states(io_t (&values)[TILE_WORDS], const C
     }
 }
 
-__device__ __forceinline__ void stage_states(float (&tile)[AHEAD][PADDED], const io_t (&values)[TILE_WORDS], int lane) {
+__device__ __forceinline__ void stage_states(float (&tile)[FORWARD_TILE][PADDED], const io_t (&values)[TILE_WORDS],
+                                             int lane) {
 #pragma unroll
     for (int k = 0; k < TILE_WORDS; ++k)
-        if (k * 32 + lane < AHEAD * PADDED) tile[0][k * 32 + lane] = widen(values[k]);
+        if (k * 32 + lane < FORWARD_TILE * PADDED) tile[0][k * 32 + lane] = widen(values[k]);
 }
 
 template <bool with_output, bool with_starts>
-__device__ __forceinline__ void forward_tile(float (&y)[AHEAD][OWN], Tile& h, const Tile& A, const ForwardShared& shared,
-                                             unsigned starts, const Place& at) {
+__device__ __forceinline__ void forward_tile(float (&y)[FORWARD_TILE][OWN], Tile& h, const Tile& A,
+                                             const ForwardShared& shared, unsigned starts, const Place& at) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
+    for (int i = 0; i < FORWARD_TILE; ++i) {
         float dt[NC], u[NC], B[NS], Cs[NS], sums[NC];
         unpack(dt, &shared.dt[i][at.group * NC]);
         unpack(u, &shared.u[i][at.group * NC]);
@@ -271,7 +272,7 @@ __device__ __forceinline__ void forward_tile(float (&y)[AHEAD][OWN], Tile& h, co
     }
 }
 
-// With output: y, the kept states and the final one. Without: only what each chunk leaves behind, from zero.
+// With output: y, the kept states and the final one. Without: only each chunk's last state, from zero.
 template <bool with_output>
 __device__ __forceinline__ void forward(const Forward& p) {
     __shared__ __align__(16) ForwardShared all_shared[WARPS];
@@ -284,7 +285,8 @@ __device__ __forceinline__ void forward(const Forward& p) {
     load_A(A, at, in);
     const index_t state_size = in.channels * N;
     clear(h);
-    if (with_output && p.entering) load_states(h, p.entering + (at.row * in.chunks + at.chunk) * state_size, at, in);
+    if (with_output && p.initial_states)
+        load_states(h, p.initial_states + (at.row * in.chunks + at.chunk) * state_size, at, in);
     float D[OWN], bias[OWN], total[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
@@ -300,26 +302,26 @@ __device__ __forceinline__ void forward(const Forward& p) {
     Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, at.begin, at);
     Column Bs = states_column(in.B, in.sB, at.begin, at), Cs = states_column(in.C, in.sC, at.begin, at);
 
-    io_t x[AHEAD][OWN], dt[AHEAD][OWN], z[AHEAD][OWN], B[TILE_WORDS], C[TILE_WORDS];
+    io_t x[FORWARD_TILE][OWN], dt[FORWARD_TILE][OWN], z[FORWARD_TILE][OWN], B[TILE_WORDS], C[TILE_WORDS];
     const auto fetch_tile = [&] {
         fetch(x, xs, at);
         fetch(dt, dts, at);
-        fetch_states(B, Bs, AHEAD, at);
-        if (with_output) fetch_states(C, Cs, AHEAD, at);
+        fetch_states(B, Bs, FORWARD_TILE, at);
+        if (with_output) fetch_states(C, Cs, FORWARD_TILE, at);
     };
     int left = at.end - at.begin;
-    if (left >= AHEAD) fetch_tile();
-    for (int t = at.begin; t < at.end; t += AHEAD, left -= AHEAD) {
-        const bool full = left >= AHEAD;
+    if (left >= FORWARD_TILE) fetch_tile();
+    for (int t = at.begin; t < at.end; t += FORWARD_TILE, left -= FORWARD_TILE) {
+        const bool full = left >= FORWARD_TILE;
         if (!full) {
             fetch_some(x, xs, left, at);
             fetch_some(dt, dts, left, at);
             fetch_states(B, Bs, left, at);
             if (with_output) fetch_states(C, Cs, left, at);
         }
-        float skip[AHEAD][OWN];
+        float skip[FORWARD_TILE][OWN];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
+        for (int i = 0; i < FORWARD_TILE; ++i)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
                 float input = widen(x[i][j]), step = step_size(dt[i][j], bias[j]);
@@ -332,28 +334,28 @@ __device__ __forceinline__ void forward(const Forward& p) {
             }
         if (!full)  // steps that are not there change nothing
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i)
+            for (int i = 0; i < FORWARD_TILE; ++i)
 #pragma unroll
                 for (int j = 0; j < OWN; ++j)
                     if (i >= left) shared.dt[i][at.own + j] = 0.f;
         stage_states(shared.B, B, at.lane);
         if (with_output) stage_states(shared.C, C, at.lane);
-        unsigned starts = find_starts(AHEAD, t, at, in);
+        unsigned starts = find_starts(FORWARD_TILE, t, at, in);
         __syncwarp();
         if (with_output && HAS_Z) {
             if (full)
                 fetch(z, zs, at);
             else
                 fetch_some(z, zs, left, at);
-            move(zs, AHEAD);
+            move(zs, FORWARD_TILE);
         }
-        move(xs, AHEAD), move(dts, AHEAD), move(Bs, AHEAD), move(Cs, AHEAD);
-        if (left >= 2 * AHEAD) fetch_tile();  // the next, while this one is computed
+        move(xs, FORWARD_TILE), move(dts, FORWARD_TILE), move(Bs, FORWARD_TILE), move(Cs, FORWARD_TILE);
+        if (left >= 2 * FORWARD_TILE) fetch_tile();  // the next, while this one is computed
         if (with_output && t % KEEP == 0) {
             store_states(h, kept, at, in);
             kept += state_size;
         }
-        float sums[AHEAD][OWN];
+        float sums[FORWARD_TILE][OWN];
         if (starts) {
             forward_tile<with_output, true>(sums, h, A, shared, starts, at);
 #pragma unroll
@@ -363,7 +365,7 @@ __device__ __forceinline__ void forward(const Forward& p) {
         }
         if (with_output) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i)
+            for (int i = 0; i < FORWARD_TILE; ++i)
 #pragma unroll
                 for (int j = 0; j < OWN; ++j) {
                     float value = sums[i][j] + skip[i][j];
@@ -373,7 +375,7 @@ __device__ __forceinline__ void forward(const Forward& p) {
 #endif
                     if (at.writes[j] && (full || i < left)) y[(index_t)y_step * i + j] = narrow(value);
                 }
-            y += (index_t)y_step * AHEAD;
+            y += (index_t)y_step * FORWARD_TILE;
         }
         __syncwarp();
     }
@@ -381,7 +383,7 @@ __device__ __forceinline__ void forward(const Forward& p) {
         if (at.end == in.length) store_states(h, p.final_state + at.row * state_size, at, in);
     } else {
         const index_t place = at.row * in.chunks + at.chunk;
-        store_states(h, p.leaving + place * state_size, at, in);
+        store_states(h, p.chunk_states + place * state_size, at, in);
 #pragma unroll
         for (int j = 0; j < OWN; ++j)
             if (at.writes[j]) p.total_dt[place * in.channels + at.first + at.own + j] = total[j];
@@ -395,22 +397,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_forwar
 #endif
 
 #ifdef CHUNKED
-extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_leaving(const __grid_constant__ Forward p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_states(const __grid_constant__ Forward p) {
     forward<false>(p);
 }
 #endif
 
-// ------------------------------------------------------------------------------------- carrying states between chunks
+// -------------------------------------------------------------------------------------- passing states between chunks
 
-struct Carry {
-    float* states;          // (batch, chunks, channels, N): in, what each chunk leaves; out, what enters each chunk
+struct StatePassing {
+    float* states;          // (batch, chunks, channels, N): each chunk's last state, from zero; becomes its first state
     const float* total_dt;  // (batch, chunks, channels)
-    const float *A, *first;  // (D, N); (batch, channels, N) or null: what enters the outermost chunk
+    const float *A, *first;  // (D, N); (batch, channels, N) or null: the initial state of the first chunk passed
     index_t batch, chunks, channels, backwards;
 };
 
 #ifdef CHUNKED
-extern "C" __global__ void scan_carry(const __grid_constant__ Carry p) {
+extern "C" __global__ void scan_state_passing(const __grid_constant__ StatePassing p) {
     index_t state_size = p.channels * N, place = (index_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (place >= p.batch * state_size) return;
     index_t row = place / state_size, within = place % state_size, channel = within / N;
@@ -432,28 +434,29 @@ struct Backward {
     Inputs in;
     const io_t* dy;
     Strides sdy;
-    const float* entering;  // (batch, chunks, channels, N): the gradient of the state after each chunk; or null
+    const float* dstates;  // (batch, chunks, channels, N): the gradient of the state after each chunk; or null
     const float* kept;
     io_t *dx, *ddt, *dz;  // (batch, length, channels)
     Strides sdz;
     float* dBC;           // (blocks of channels, batch, length, 2 N): parts of the sums over channels
     float* parts;         // (batch, chunks, channels, N + 2): parts of dA, dD and dbias
     float* dinitial;      // (batch, channels, N) or null
-    float* leaving;       // (batch, chunks, channels, N): the gradient before a chunk, of that chunk alone
+    float* chunk_dstates;       // (batch, chunks, channels, N): the gradient before a chunk, of that chunk alone
     float* total_dt;
-    float* relay;    // (batch, chunks, channels, N) or null: the gradient after each chunk, handed on by the next one
+    float* chained;    // (batch, chunks, channels, N) or null: the gradient after each chunk, from the next one
     unsigned* done;  // how many blocks have begun; then, for each row and block of channels, how many chunks are done
 };
 
-#define TILES (KEEP / BEHIND)
-#define COUNT (BEHIND / PARTS)  // steps of a tile whose inputs and outputs a lane moves, for its own channels
+#define TILES (KEEP / BACKWARD_TILE)
+#define COUNT (BACKWARD_TILE / PARTS)  // steps of a tile whose inputs and outputs a lane moves, for its own channels
 #define VALUES (2 * PADDED)  // dB and dC of a step
 
 struct BackwardShared {
     float4 states[TILES][NC][32];  // the state before each tile; then the dB and dC of the tile before it
-    float last[BEHIND][VALUES];    // the dB and dC of the last tile: just where one more state would be
-    float dt[BEHIND][CHANNELS], u[BEHIND][CHANNELS], dy[BEHIND][CHANNELS];
-    float x[BEHIND][CHANNELS], slope[BEHIND][CHANNELS], dgate[BEHIND][CHANNELS];  // for the end of the tile
+    float last[BACKWARD_TILE][VALUES];    // the dB and dC of the last tile: just where one more state would be
+    float dt[BACKWARD_TILE][CHANNELS], u[BACKWARD_TILE][CHANNELS], dy[BACKWARD_TILE][CHANNELS];
+    // For the end of the tile.
+    float x[BACKWARD_TILE][CHANNELS], slope[BACKWARD_TILE][CHANNELS], dgate[BACKWARD_TILE][CHANNELS];
 
     __device__ __forceinline__ float* place_of_sums(int tile) {
         return reinterpret_cast<float*>(states) + (tile + 1) * (NC * 32 * 4);
@@ -465,8 +468,8 @@ struct BlockShared {
     float B[KEEP][PADDED], C[KEEP][PADDED];
 };
 
-// The sums over all channels of a warp of dB and dC, of which a thread has NS each: lanes that have the same states halve
-// what they hold with each exchange, and write what they end with.
+// The sums over all channels of a warp of dB and dC, of which a thread has NS each: with each exchange, lanes that have
+// the same states halve the values they hold, and they write the values that are left.
 __device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS], const Place& at) {
     int left = 2 * NS, first = 0;
     bool mine = true;
@@ -493,14 +496,14 @@ __device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS]
 }
 
 template <bool with_starts>
-__device__ __forceinline__ void replay_tile(Tile& h, const Tile& A, const BackwardShared& shared,
+__device__ __forceinline__ void recompute_tile(Tile& h, const Tile& A, const BackwardShared& shared,
                                             const BlockShared& block, int tile, unsigned starts, const Place& at) {
 #pragma unroll
-    for (int i = 0; i < BEHIND; ++i) {
+    for (int i = 0; i < BACKWARD_TILE; ++i) {
         float step[NC], u[NC], B[NS];
         unpack(step, &shared.dt[i][at.group * NC]);
         unpack(u, &shared.u[i][at.group * NC]);
-        unpack(B, &block.B[tile * BEHIND + i][at.q * NS]);
+        unpack(B, &block.B[tile * BACKWARD_TILE + i][at.q * NS]);
         if (with_starts && (starts >> i & 1)) clear(h);
         advance(h, A, step, u, B);
     }
@@ -520,7 +523,7 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
                                               float (&ddt)[COUNT][OWN], Tile& g, Tile& dA, const Tile& A,
                                               BackwardShared& shared, const BlockShared& block, int tile,
                                               unsigned starts, const Place& at) {
-    Tile h, after[BEHIND], decay[BEHIND];  // after[i]: the state after step i
+    Tile h, after[BACKWARD_TILE], decay[BACKWARD_TILE];  // after[i]: the state after step i
     const auto load_start = [&] {
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
@@ -530,12 +533,12 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
     };
     load_start();
 #pragma unroll
-    for (int i = 0; i < BEHIND; ++i) {
+    for (int i = 0; i < BACKWARD_TILE; ++i) {
         float dt[NC], u[NC], B[NS], Cs[NS], sums[NC];
         unpack(dt, &shared.dt[i][at.group * NC]);
         unpack(u, &shared.u[i][at.group * NC]);
-        unpack(B, &block.B[tile * BEHIND + i][at.q * NS]);
-        if (HAS_Z) unpack(Cs, &block.C[tile * BEHIND + i][at.q * NS]);
+        unpack(B, &block.B[tile * BACKWARD_TILE + i][at.q * NS]);
+        if (HAS_Z) unpack(Cs, &block.C[tile * BACKWARD_TILE + i][at.q * NS]);
         if (with_starts && (starts >> i & 1)) clear(h);
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
@@ -552,13 +555,13 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
     }
     float* out = shared.place_of_sums(tile);  // the states of the tile after this one are not needed any more
 #pragma unroll
-    for (int i = BEHIND - 1; i >= 0; --i) {
+    for (int i = BACKWARD_TILE - 1; i >= 0; --i) {
         float dt[NC], u[NC], dy[NC], B[NS], Cs[NS], sums_u[NC], sums_dt[NC], sums_BC[2 * NS];
         unpack(dt, &shared.dt[i][at.group * NC]);
         unpack(u, &shared.u[i][at.group * NC]);
         unpack(dy, &shared.dy[i][at.group * NC]);
-        unpack(B, &block.B[tile * BEHIND + i][at.q * NS]);
-        unpack(Cs, &block.C[tile * BEHIND + i][at.q * NS]);
+        unpack(B, &block.B[tile * BACKWARD_TILE + i][at.q * NS]);
+        unpack(Cs, &block.C[tile * BACKWARD_TILE + i][at.q * NS]);
         const bool begins = with_starts && (starts >> i & 1);
         if (i == 0) load_start();
 #pragma unroll
@@ -566,7 +569,7 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
             sums_u[c] = sums_dt[c] = 0.f;
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
-                float before = begins ? 0.f : i ? after[(i + BEHIND - 1) % BEHIND][c][s] : h[c][s];
+                float before = begins ? 0.f : i ? after[(i + BACKWARD_TILE - 1) % BACKWARD_TILE][c][s] : h[c][s];
                 float grad = fmaf(Cs[s], dy[c], g[c][s]);
                 sums_BC[s] = c ? fmaf(grad, u[c], sums_BC[s]) : grad * u[c];
                 sums_BC[NS + s] = c ? fmaf(after[i][c][s], dy[c], sums_BC[NS + s]) : after[i][c][s] * dy[c];
@@ -640,7 +643,7 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             for (int c = 0; c < NC; ++c)
                 shared.states[tile][c][at.lane] = make_float4(h[c][0], h[c][1], h[c][2], h[c][3]);
             if (tile + 1 == TILES) break;
-            const int left = steps - tile * BEHIND;
+            const int left = steps - tile * BACKWARD_TILE;
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
 #pragma unroll
@@ -651,20 +654,20 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
                     shared.u[mine + i][at.own + j] = step * widen(x[i][j]);
                 }
             __syncwarp();
-            move(xs, BEHIND), move(dts, BEHIND);
-            fetch_from(x, xs, left - BEHIND);
-            fetch_from(dt, dts, left - BEHIND);
-            const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
+            move(xs, BACKWARD_TILE), move(dts, BACKWARD_TILE);
+            fetch_from(x, xs, left - BACKWARD_TILE);
+            fetch_from(dt, dts, left - BACKWARD_TILE);
+            const unsigned starts = all_starts >> tile * BACKWARD_TILE & ((1u << BACKWARD_TILE) - 1);
             if (starts)
-                replay_tile<true>(h, A, shared, block, tile, starts, at);
+                recompute_tile<true>(h, A, shared, block, tile, starts, at);
             else
-                replay_tile<false>(h, A, shared, block, tile, 0, at);
+                recompute_tile<false>(h, A, shared, block, tile, 0, at);
             __syncwarp();
         }
     }
 
     // Tile by tile from the last: all its states and decays once more, then the gradients.
-    const int last = (TILES - 1) * BEHIND;
+    const int last = (TILES - 1) * BACKWARD_TILE;
     Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t0 + last + mine, at);
     Column dys = column(p.dy, p.sdy, t0 + last + mine, at);
     if (HAS_Z) fetch_from(z, zs, steps - last);
@@ -674,7 +677,7 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     const int dz_step = (int)p.sdz.step;
 #pragma unroll 1
     for (int tile = TILES - 1; tile >= 0; --tile) {
-        const int left = steps - tile * BEHIND;
+        const int left = steps - tile * BACKWARD_TILE;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
 #pragma unroll
@@ -701,14 +704,14 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             }
         __syncwarp();
         if (tile > 0) {
-            move(xs, -BEHIND), move(dts, -BEHIND), move(zs, -BEHIND), move(dys, -BEHIND);
-            fetch_from(x, xs, left + BEHIND);
-            fetch_from(dt, dts, left + BEHIND);
-            if (HAS_Z) fetch_from(z, zs, left + BEHIND);
-            fetch_from(dy, dys, left + BEHIND);
+            move(xs, -BACKWARD_TILE), move(dts, -BACKWARD_TILE), move(zs, -BACKWARD_TILE), move(dys, -BACKWARD_TILE);
+            fetch_from(x, xs, left + BACKWARD_TILE);
+            fetch_from(dt, dts, left + BACKWARD_TILE);
+            if (HAS_Z) fetch_from(z, zs, left + BACKWARD_TILE);
+            fetch_from(dy, dys, left + BACKWARD_TILE);
         }
         float y[COUNT][OWN], du[COUNT][OWN], ddt[COUNT][OWN];
-        const unsigned starts = all_starts >> tile * BEHIND & ((1u << BEHIND) - 1);
+        const unsigned starts = all_starts >> tile * BACKWARD_TILE & ((1u << BACKWARD_TILE) - 1);
         if (starts)
             backward_tile<true>(y, du, ddt, g, dA, A, shared, block, tile, starts, at);
         else
@@ -727,14 +730,15 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
                     dx[offset] = narrow(fmaf(du[i][j], step, skipped));
                     ddt_out[offset] = narrow(dv);
 #if HAS_Z
-                    dz[(index_t)dz_step * i + j] = narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[mine + i][at.own + j]);
+                    dz[(index_t)dz_step * i + j] =
+                        narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[mine + i][at.own + j]);
 #endif
                 }
                 dD[j] = fmaf(dplain, input, dD[j]);
                 dbias[j] += whole || mine + i < left ? dv : 0.f;
             }
-        place -= (index_t)out_step * BEHIND;
-        dz -= (index_t)dz_step * BEHIND;
+        place -= (index_t)out_step * BACKWARD_TILE;
+        dz -= (index_t)dz_step * BACKWARD_TILE;
         __syncwarp();
     }
 
@@ -745,7 +749,8 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
         int i = k / VALUES, v = k % VALUES, n = v % PADDED;
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += block.warps[w].place_of_sums(i / BEHIND)[i % BEHIND * VALUES + v];
+        for (int w = 0; w < WARPS; ++w)
+            sum += block.warps[w].place_of_sums(i / BACKWARD_TILE)[i % BACKWARD_TILE * VALUES + v];
         if (n < N && i < steps) out[i * (2 * N) + v / PADDED * N + n] = sum;
     }
     __syncthreads();
@@ -761,7 +766,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
     const index_t channel_blocks = (in.channels + WARPS * CHANNELS - 1) / (WARPS * CHANNELS);
     index_t number = blockIdx.x;
     unsigned* done = nullptr;
-    if (p.relay) {  // blocks are numbered as they begin, and the last chunk of time is first
+    if (p.chained) {  // blocks are numbered as they begin, and the last chunk of time is first
         __shared__ unsigned begun;
         if (threadIdx.x == 0) begun = atomicAdd(p.done, 1u);
         __syncthreads();
@@ -780,10 +785,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
     load_A(A, at, in);
     clear(g);
     const index_t here = at.row * in.chunks + at.chunk;
-    if (p.relay && at.end < in.length)
-        load_states(g, p.relay + here * state_size, at, in);
-    else if (p.entering)
-        load_states(g, p.entering + (p.relay ? at.row : here) * state_size, at, in);
+    if (p.chained && at.end < in.length)
+        load_states(g, p.chained + here * state_size, at, in);
+    else if (p.dstates)
+        load_states(g, p.dstates + (p.chained ? at.row : here) * state_size, at, in);
     clear(dA);
     float D[OWN], bias[OWN], dD[OWN], dbias[OWN];
 #pragma unroll
@@ -800,8 +805,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
     for (; t0 >= at.begin; t0 -= KEEP)
         backward_interval<true>(p, at, t0, block, shared, A, g, dA, D, bias, dD, dbias, dBC);
 
-    if (p.relay && at.chunk > 0) {
-        store_states(g, p.relay + (here - 1) * state_size, at, in);
+    if (p.chained && at.chunk > 0) {
+        store_states(g, p.chained + (here - 1) * state_size, at, in);
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) atomicAdd(done, 1u);
@@ -831,13 +836,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
         }
 }
 
-struct Sum {
+struct BlockSums {
     const float* dBC;  // (blocks, batch * length, 2 N)
     io_t *dB, *dC;     // (batch * length, N)
     index_t blocks, steps;
 };
 
-extern "C" __global__ void scan_sum(const __grid_constant__ Sum p) {
+extern "C" __global__ void scan_sum_dB_dC(const __grid_constant__ BlockSums p) {
     index_t place = (index_t)blockIdx.x * blockDim.x + threadIdx.x, size = p.steps * (2 * N);
     if (place >= size) return;
     float sum = 0.f;
@@ -848,8 +853,8 @@ extern "C" __global__ void scan_sum(const __grid_constant__ Sum p) {
 #endif
 
 #ifdef CHUNKED
-// What reaches the state before a chunk from the chunk alone: g = decay (g + C dy), backwards through it.
-extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __grid_constant__ Backward p) {
+// The gradient of the state before each chunk, of that chunk alone: g = decay (g + C dy), backwards through it.
+extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_dstates(const __grid_constant__ Backward p) {
     __shared__ __align__(16) ForwardShared all_shared[WARPS];
     const Inputs& in = p.in;
     ForwardShared& shared = all_shared[threadIdx.x / 32];
@@ -864,8 +869,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __g
         bias[j] = in.bias ? in.bias[at.column + at.near[j]] : 0.f;
         total[j] = 0.f;
     }
-    io_t dt[AHEAD][OWN], z[AHEAD][OWN], dy[AHEAD][OWN], C[TILE_WORDS];
-    int t = at.begin + (at.end - 1 - at.begin) / AHEAD * AHEAD;
+    io_t dt[FORWARD_TILE][OWN], z[FORWARD_TILE][OWN], dy[FORWARD_TILE][OWN], C[TILE_WORDS];
+    int t = at.begin + (at.end - 1 - at.begin) / FORWARD_TILE * FORWARD_TILE;
     Column dts = column(in.dt, in.sdt, t, at), dys = column(p.dy, p.sdy, t, at);
     Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t, at);
     Column Cs = states_column(in.C, in.sC, t, at);
@@ -873,10 +878,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __g
     fetch_some(dy, dys, at.end - t, at);
     if (HAS_Z) fetch_some(z, zs, at.end - t, at);
     fetch_states(C, Cs, at.end - t, at);
-    for (; t >= at.begin; t -= AHEAD) {
+    for (; t >= at.begin; t -= FORWARD_TILE) {
         const int left = at.end - t;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
+        for (int i = 0; i < FORWARD_TILE; ++i)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
                 float step = i < left ? step_size(dt[i][j], bias[j]) : 0.f;
@@ -890,20 +895,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __g
                 total[j] += step;
             }
         stage_states(shared.C, C, at.lane);
-        const unsigned starts = find_starts(AHEAD, t, at, in);
+        const unsigned starts = find_starts(FORWARD_TILE, t, at, in);
         __syncwarp();
         if (t > at.begin) {
-            move(dts, -AHEAD), move(dys, -AHEAD), move(zs, -AHEAD), move(Cs, -AHEAD);
+            move(dts, -FORWARD_TILE), move(dys, -FORWARD_TILE), move(zs, -FORWARD_TILE), move(Cs, -FORWARD_TILE);
             fetch(dt, dts, at);
             fetch(dy, dys, at);
             if (HAS_Z) fetch(z, zs, at);
-            fetch_states(C, Cs, AHEAD, at);
+            fetch_states(C, Cs, FORWARD_TILE, at);
         }
         if (starts)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) total[j] = __int_as_float(0x7f800000);
 #pragma unroll
-        for (int i = AHEAD - 1; i >= 0; --i) {
+        for (int i = FORWARD_TILE - 1; i >= 0; --i) {
             float step[NC], dplain[NC], C_[NS];
             unpack(step, &shared.dt[i][at.group * NC]);
             unpack(dplain, &shared.u[i][at.group * NC]);
@@ -918,7 +923,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_reaching(const __g
         __syncwarp();
     }
     const index_t place = at.row * in.chunks + at.chunk;
-    store_states(g, p.leaving + place * in.channels * N, at, in);
+    store_states(g, p.chunk_dstates + place * in.channels * N, at, in);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
         if (at.writes[j]) p.total_dt[place * in.channels + at.first + at.own + j] = total[j];

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..ssd import SSDInputs
 from .device import processors
 from .ssd_backward import dC_kernel, ddt_kernel, dx_dB_kernel, intra_chunk_kernel
 from .ssd_forward import chunk_states_kernel, decays_kernel, forward_kernel, state_passing_kernel
@@ -87,26 +89,16 @@ class Tiles:
     def of(cls, x: Tensor, num_states: int, *, tma: bool = True) -> Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
-            return cls(
-                32, min(padded, 32), chunk_states=_warps(4, 1), intra_chunk=_warps(8, 1), dx_and_db=_warps(8, 1),
-                dc=_warps(8, 1), forward={16: _warps(4, 1)}, precise=True,
-            )  # fmt: skip
-        channels = min(padded, 64)
+            four, eight = _warps(4, 1), _warps(8, 1)
+            return cls(32, min(padded, 32), four, eight, eight, eight, forward={16: four}, precise=True)
+        channels, two, three = min(padded, 64), _warps(4, 2), _warps(4, 3)
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks fit in registers only where the tensor cores read their operands from shared memory.
-            return cls(
-                32, channels, chunk_states=_warps(4, 3), intra_chunk=_warps(4, 2), dx_and_db=_warps(4, 2),
-                dc=_warps(4, 2), forward={64: _warps(4, 2)},
-            )  # fmt: skip
+            return cls(32, channels, three, two, two, two, forward={64: two})
+        limited = _warps(4, 3, 168)
         if not tma:  # only 64 channels: Triton 3.6 compiles 32 wrongly where tiles are read by addresses
-            return cls(
-                64, channels, chunk_states=_warps(4, 3, 168), intra_chunk=_warps(4, 3), dx_and_db=_warps(4, 2),
-                dc=_warps(4, 3), forward={64: _warps(4, 2)},
-            )  # fmt: skip
-        return cls(
-            64, channels, chunk_states=_warps(4, 3, 168), intra_chunk=_warps(4, 3, 168), dx_and_db=_warps(4, 3),
-            dc=_warps(4, 3), forward={32: _warps(4, 3), 64: _warps(4, 3)}, tma=True,
-        )  # fmt: skip
+            return cls(64, channels, limited, three, two, three, forward={64: two})
+        return cls(64, channels, limited, limited, three, three, forward={32: three, 64: three}, tma=True)
 
 
 def _fits_tma(tensor: Tensor) -> bool:
@@ -156,9 +148,10 @@ class _Plan:
     forward_channels: int
 
     @classmethod
-    def of(cls, x: Tensor, B: Tensor) -> _Plan:
+    def of(cls, inputs: SSDInputs) -> _Plan:
+        x = inputs.x
         batch, length, heads, head_dim = x.shape
-        groups, num_states = B.shape[2:]
+        groups, num_states = inputs.B.shape[2:]
         tiles = Tiles.of(x, num_states)
         chunks = _ceil_div(length, tiles.chunk)
         wanted, forward_channels = _best_cut(
@@ -232,24 +225,21 @@ class _Plan:
         return sizes | {"TMA": self.tiles.tma}
 
 
-def kept_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
+def kept_shape(inputs: SSDInputs) -> tuple[int, ...]:
     """Of the states that forward keeps for backward."""
-    return _Plan.of(x, B).kept_shape
+    return _Plan.of(inputs).kept_shape
 
 
-def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, dt_limit: tuple[float, float], doc_ids: Tensor | None, initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def forward(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(y (B, L, H, P) in x's dtype, final state (B, H, P, N) in fp32, kept states in fp32)."""
-    plan = _Plan.of(x, B)
-    x, B, C = (_dense(t.to(x.dtype)) for t in (x, B, C))
-    initial_states = _fp32(initial_state)
+    plan = _Plan.of(inputs)
+    x, B, C = (_dense(t.to(inputs.x.dtype)) for t in (inputs.x, inputs.B, inputs.C))
+    initial_states = _fp32(inputs.initial_state)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     plan = plan.for_tensors(x, B, C, y)
     final_state = torch.empty(*plan.state_shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        decays, doc_starts = _decays(plan, dt, A, dt_bias, dt_softplus, dt_limit, doc_ids)
+        decays, doc_starts = _decays(plan, inputs)
         kept = torch.empty(plan.kept_shape, dtype=torch.float32, device=x.device)
         if plan.segments > 1:
             _segment_states(plan, B, x, decays, initial_states, kept, backward=False)
@@ -257,52 +247,45 @@ def forward(
         channels = plan.forward_channels
         tile = plan.tile(channels)
         programs = plan.batch * plan.segments * plan.heads * _ceil_div(plan.head_dim, channels)
+        tensors = *_chunks(x, tile, "P"), *_chunks(B, tile, "N"), *_chunks(C, tile, "N"), *_strided(inputs.D)
+        outputs = *_chunks(y, tile, "P"), final_state
         forward_kernel[(programs,)](
-            *_chunks(x, tile, "P"), *_chunks(B, tile, "N"), *_chunks(C, tile, "N"), *_strided(D), doc_starts,
-            decays, plan.plane, initial_states, *_chunks(y, tile, "P"), final_state, *plan.segment_sizes,
+            *tensors, doc_starts, decays, plan.plane, initial_states, *outputs, *plan.segment_sizes,
             **tile, PRECISE=plan.tiles.precise, **plan.tiles.forward[channels],
         )  # fmt: skip
     return y, final_state, kept
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, dt_limit: tuple[float, float], doc_ids: Tensor | None, initial_state: Tensor | None,
-    kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), each in its dtype; None where that is absent. Those of
-    x, B and C are written `into` tensors of x's dtype where these are given."""
-    plan = _Plan.of(x, B)
-    given = x, dt, A, B, C, D, dt_bias, initial_state
-    x, B, C, dy = (_dense(t.to(x.dtype)) for t in (x, B, C, dy))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into[0]
+    inputs: SSDInputs, kept: Tensor, dy: Tensor, dfinal_state: Tensor | None, *, into: Sequence[Tensor] = ()
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, dt, A, B, C, D, dt_bias, initial_state), None where that is absent. Those of x, B and C are
+    written `into` tensors of x's dtype where these are given."""
+    plan, D = _Plan.of(inputs), inputs.D
+    x, B, C, dy = (_dense(t.to(inputs.x.dtype)) for t in (inputs.x, inputs.B, inputs.C, dy))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if not into else into[0]
     plan = plan.for_tensors(x, B, C, dy, dx)
-    if into is not None and plan.parts == 1:
+    if into and plan.parts == 1:
         dB, dC = into[1][None], into[2][None]
     else:  # several parts are rounded after they are summed
-        dtypes = (given[3].dtype, given[4].dtype) if plan.parts == 1 else (torch.float32, torch.float32)
+        dtypes = (inputs.B.dtype, inputs.C.dtype) if plan.parts == 1 else (torch.float32, torch.float32)
         dB, dC = (torch.empty(plan.parts, *B.shape, dtype=dtype, device=x.device) for dtype in dtypes)
     with torch.cuda.device_of(x):
-        decays, doc_starts = _decays(plan, dt, A, dt_bias, dt_softplus, dt_limit, doc_ids)
-        initial_states = kept if plan.segments > 1 else _fp32(initial_state)
+        decays, doc_starts = _decays(plan, inputs)
+        initial_states = kept if plan.segments > 1 else _fp32(inputs.initial_state)
         states, dstates, dinitial, state_dstates = _states_and_gradients(
             plan, x, B, C, dy, decays, initial_states, _fp32(dfinal_state)
         )
         dD, inter_sums, intra_sums = _chunk_gradients(
             plan, x, B, C, dy, D, doc_starts, decays, states, dstates, dx, dB, dC
         )
-        ddt, dA, ddt_bias = _dt_gradients(
-            plan, dt, A, dt_bias, dt_softplus, dt_limit, decays, inter_sums, intra_sums, state_dstates,
-            dD if D is not None and D.dim() == 1 else None,
-        )  # fmt: skip
+        dD_per_head = dD if D is not None and D.dim() == 1 else None
+        ddt, dA, ddt_bias = _dt_gradients(plan, inputs, decays, inter_sums, intra_sums, state_dstates, dD_per_head)
     dB, dC = (parts[0] if plan.parts == 1 else parts.sum(0) for parts in (dB, dC))
-    if into is not None and plan.parts > 1:
+    if into and plan.parts > 1:
         dB, dC = into[1].copy_(dB), into[2].copy_(dC)
     sums = [parts.sum(0) if parts is not None else None for parts in (dA, dD, ddt_bias)]
-    return tuple(
-        grad.to(argument.dtype) if grad is not None and argument is not None else None
-        for grad, argument in zip((dx, ddt, sums[0], dB, dC, *sums[1:], dinitial), given, strict=True)
-    )
+    return dx, ddt, sums[0], dB, dC, *sums[1:], dinitial if inputs.initial_state is not None else None
 
 
 def step(
@@ -326,19 +309,17 @@ def step(
     return y, new_state
 
 
-def _decays(
-    plan: _Plan, dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
-    doc_ids: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _decays(plan: _Plan, inputs: SSDInputs) -> tuple[Tensor, Tensor | None]:
     """(decays, doc_starts): see decays_kernel."""
+    dt, doc_ids = inputs.dt, inputs.doc_ids
     decays = torch.empty(6, plan.batch, plan.heads, plan.padded_length, dtype=torch.float32, device=dt.device)
     doc_starts = None
     if doc_ids is not None:
         doc_starts = torch.empty(plan.batch, plan.padded_length, dtype=torch.int32, device=dt.device)
     decays_kernel[(plan.batch * plan.chunks, _ceil_div(plan.heads, HEADS_OF_A_TILE))](
-        dt, *dt.stride(), _fp32(dt_bias), _fp32(A), *_strided(doc_ids), decays, doc_starts,
-        plan.length, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
-        SOFTPLUS=dt_softplus, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE, PRECISE=plan.tiles.precise,
+        dt, *dt.stride(), _fp32(inputs.dt_bias), _fp32(inputs.A), *_strided(doc_ids), decays, doc_starts,
+        plan.length, plan.chunks, plan.heads, plan.plane, inputs.dt_low, inputs.dt_high,
+        SOFTPLUS=inputs.dt_softplus, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE, PRECISE=plan.tiles.precise,
     )  # fmt: skip
     return decays, doc_starts
 
@@ -422,17 +403,18 @@ def _chunk_gradients(
 
 
 def _dt_gradients(
-    plan: _Plan, dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
-    decays: Tensor, inter_sums: Tensor, intra_sums: Tensor, state_dstates: Tensor, dD: Tensor | None,
+    plan: _Plan, inputs: SSDInputs, decays: Tensor, inter_sums: Tensor, intra_sums: Tensor, state_dstates: Tensor,
+    dD: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(ddt, and each chunk's part of dA and ddt_bias). Fills dD, where it is given per head."""
+    dt = inputs.dt
     ddt = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device)
     dA = torch.empty(plan.batch * plan.chunks, plan.heads, dtype=torch.float32, device=dt.device)
-    ddt_bias = torch.empty_like(dA) if dt_bias is not None else None  # apart: an operator's outputs share no memory
+    ddt_bias = torch.empty_like(dA) if inputs.dt_bias is not None else None  # an operator's outputs share no memory
     ddt_kernel[(plan.batch * plan.chunks, _ceil_div(plan.heads, HEADS_OF_A_TILE))](
-        dt, *dt.stride(), _fp32(dt_bias), _fp32(A), decays, inter_sums, intra_sums, state_dstates,
-        ddt, dA, dD, ddt_bias, plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, *map(float, dt_limit),
-        SOFTPLUS=dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
+        dt, *dt.stride(), _fp32(inputs.dt_bias), _fp32(inputs.A), decays, inter_sums, intra_sums, state_dstates, ddt,
+        dA, dD, ddt_bias, plan.length, plan.batch, plan.chunks, plan.heads, plan.plane, inputs.dt_low, inputs.dt_high,
+        SOFTPLUS=inputs.dt_softplus, BLOCKS=plan.blocks, Q=plan.tiles.chunk, HEADS=HEADS_OF_A_TILE,
         PRECISE=plan.tiles.precise,
     )  # fmt: skip
     return ddt, dA, ddt_bias

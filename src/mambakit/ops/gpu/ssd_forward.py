@@ -201,21 +201,8 @@ def forward_kernel(
     end = tl.minimum(begin + segment_chunks, num_chunks)
     if not TMA:
         first_token = begin.to(tl.int64) * Q
-        next_xs = load_chunk(
-            x,
-            x_row,
-            x_time,
-            x_head,
-            row,
-            head,
-            first_token,
-            (length - first_token).to(tl.int32),
-            block,
-            Q,
-            HEAD_DIM,
-            P,
-            False,
-        )
+        left = (length - first_token).to(tl.int32)
+        next_xs = load_chunk(x, x_row, x_time, x_head, row, head, first_token, left, block, Q, HEAD_DIM, P, False)
     for index in range(end - begin):
         first = (begin + index).to(tl.int64) * Q
         remaining = (length - first).to(tl.int32)
