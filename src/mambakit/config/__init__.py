@@ -16,6 +16,7 @@ __all__ = [
     "Mamba2Dims",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
     "PrepareConfig",
     "Recompute",
     "RunConfig",

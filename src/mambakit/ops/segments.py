@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .checks import compute_dtype
 from .selective_scan import positive_dt, selective_scan
-from .ssd import limited_dt, ssd
+from .ssd import ssd
 
 NUMBERS_AT_ONCE = 2**24
 
@@ -21,7 +21,7 @@ NUMBERS_AT_ONCE = 2**24
 def scan_leaving(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None, doc_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of `selective_scan`: (the state (B, D, N) after a segment that began with none, the segment's decay (B, D, N))."""
+    """Of `selective_scan`: (the state (B, D, N) after a segment that began with none, its decay (B, D, N))."""
     _, state = selective_scan(x, dt, A, B, B, dt_bias=dt_bias, doc_ids=doc_ids)
     total = positive_dt(dt, dt_bias, True, state.dtype).sum(1)  # (B, D)
     return state, torch.exp(total[..., None] * A.to(state.dtype))
@@ -52,7 +52,7 @@ def ssd_leaving(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of `ssd`: (the state (B, H, P, N) after a segment that began with none, the segment's decay (B, H, 1, 1))."""
     _, state = ssd(x, dt, A, B, B, dt_bias=dt_bias, dt_limit=dt_limit, doc_ids=doc_ids)
-    total = limited_dt(dt, dt_bias, True, dt_limit, state.dtype).sum(1)  # (B, H)
+    total = positive_dt(dt, dt_bias, True, state.dtype).clamp(*dt_limit).sum(1)  # (B, H)
     return state, torch.exp(total * A.to(state.dtype))[..., None, None]
 
 
@@ -63,7 +63,7 @@ def ssd_reaching(
 ) -> Tensor:  # fmt: skip
     """The gradient of the state that enters, from that of y: (B, H, P, N)."""
     dtype = compute_dtype(dy)
-    cum = limited_dt(dt, dt_bias, True, dt_limit, dtype).cumsum(1)  # (B, L, H)
+    cum = positive_dt(dt, dt_bias, True, dtype).clamp(*dt_limit).cumsum(1)  # (B, L, H)
     decayed = _of_first_document(dy.to(dtype), doc_ids) * torch.exp(cum * A.to(dtype))[..., None]  # (B, L, H, P)
     grouped = decayed.unflatten(2, (C.shape[2], -1))  # (B, L, G, heads of a group, P)
     return torch.einsum("blgsp,blgn->bgspn", grouped, C.to(dtype)).flatten(1, 2)

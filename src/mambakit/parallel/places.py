@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's part of a tensor of shape `shape`: its slice by tensor parallelism, of which it may have some rows only."""
+    """A rank's part of a tensor of shape `shape`: a slice by tensor parallelism, of which it may have some rows only."""
 
     shape: tuple[int, ...]
     slice: Slice | None = None
@@ -46,15 +46,18 @@ class Place:
         cut = self.slice or Slice(0, (Part(0, self.shape[0]),))
         length = cut.length if cut.dim == 0 else self.shape[0]
         first, last = self.rows or (0, length)
-        begin = 0
+        whole, local = [slice(0, size) for size in self.shape], [slice(0, size) for size in self.local_shape]
+        if cut.dim != 0:
+            whole[0], local[0] = slice(first, last), slice(0, last - first)
+        begin = 0  # of a part in the slice
         for part in cut.parts:
-            low, high = (max(first, begin), min(last, begin + part.length)) if cut.dim == 0 else (0, part.length)
+            low, high = begin, begin + part.length
+            if cut.dim == 0:
+                low, high = max(low, first), min(high, last)
             if low < high and first < last:
-                whole, local = [slice(0, size) for size in self.shape], [slice(0, size) for size in self.local_shape]
-                whole[cut.dim] = slice(part.begin + low - begin * (cut.dim == 0), part.begin + high - begin * (cut.dim == 0))
-                local[cut.dim] = slice(low - first, high - first) if cut.dim == 0 else slice(begin, begin + part.length)
-                if cut.dim != 0:
-                    whole[0], local[0] = slice(first, last), slice(0, last - first)
+                whole[cut.dim] = slice(part.begin + low - begin, part.begin + high - begin)
+                offset = first if cut.dim == 0 else 0
+                local[cut.dim] = slice(low - offset, high - offset)
                 yield Held(tuple(whole), tuple(local), part)
             begin += part.length
 

@@ -1,33 +1,32 @@
 """How a model lies on its ranks, and what a training step does about it.
 
-`parallelize` is called once, on a model on the meta device; with one rank it changes nothing. Tensor parallelism cuts
-the layers, context parallelism the rows, and then parameters are sharded: not at all, their optimizer state alone, or
-all of them (FSDP2). The optimizer works on pieces: plain tensors that share memory with what this rank keeps of each
+`parallelize` is called once, on a model on the meta device; in a plain process it changes nothing. Tensor parallelism
+cuts the layers, context parallelism the rows, and then parameters are sharded: not at all, their optimizer state alone,
+or all of them (FSDP2). The optimizer steps pieces: plain tensors that share memory with what this rank keeps of each
 parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from ..model import MambaLM
+from ..config import ParallelConfig
+from ..model import MambaLM, State
 from .collectives import Group
-from .context import share_rows
+from .context import Links, share_rows
 from .mesh import Mesh
 from .places import Place, chunk
-from .slices import Sharing
+from .slices import Sharing, Slice
 from .tensor import share_layers, sum_shared_rows
 
 BUCKET = 2**26  # numbers that are reduced at once
-Sharding = Literal["none", "optimizer", "full"]
 # Parameters that FSDP2 shards and casts: those of matrix products. All others are few, and are computed in fp32.
 SHARDED = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight", "embedding.weight", "lm_head.weight")
 
@@ -36,7 +35,6 @@ SHARDED = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight
 class Piece:
     """What this rank's optimizer steps of a parameter."""
 
-    name: str
     tensor: nn.Parameter
     place: Place
 
@@ -46,10 +44,10 @@ class Ranks:
     """A model on its ranks."""
 
     model: MambaLM
-    mesh: Mesh
-    sharding: Sharding = "none"
-    sync_every_pass: bool = False  # FSDP2: reduce the gradients of each micro-batch, and keep no whole ones
-    pieces: list[Piece] = field(default_factory=list)
+    mesh: Mesh = field(default_factory=Mesh)
+    config: ParallelConfig = field(default_factory=ParallelConfig)
+    links: Links | None = None  # of the segments of rows, with context parallelism
+    pieces: dict[str, Piece] = field(default_factory=dict)  # by name of the parameter
 
     @property
     def is_one(self) -> bool:
@@ -57,108 +55,165 @@ class Ranks:
         return self.mesh.devices is None
 
     @property
-    def _everyone(self) -> Group | None:
-        """The ranks whose gradients are summed."""
-        return self.mesh.group("replicate", "shard", "cp")
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by name."""
+        if self.is_one:
+            return dict(self.model.named_parameters())
+        return {name: piece.tensor for name, piece in self.pieces.items()}
 
-    def prepare(self) -> None:
-        """Once the model has its memory: gradients that tensor parallelism has to sum, and the pieces."""
-        shared = Sharing(self.model.config, self.mesh.tp, self.mesh.tp_rank)
-        if self.mesh.tp > 1:
-            group = self.mesh.group("tp")
-            assert group is not None
-            sum_shared_rows(self.model, shared, group)
-        self.pieces = [self._piece(name, parameter) for name, parameter in self.model.named_parameters()]
+    @property
+    def _sharing(self) -> Sharing | None:
+        return Sharing(self.model.config, self.mesh.tp, self.mesh.tp_rank) if self.mesh.tp > 1 else None
 
-    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
-        mesh = self.mesh
-        whole = shapes_of(self.model)[name]
-        cut = Sharing(self.model.config, mesh.tp, mesh.tp_rank).slice_of(name, whole[0]) if mesh.tp > 1 else None
-        everyone, index = mesh.data_size * mesh.cp, mesh.data_rank * mesh.cp + mesh.cp_rank
-        rows, copies, copy = None, everyone, index
-        tensor: nn.Parameter = parameter
-        if isinstance(parameter, DTensor):
-            ranks = mesh.shard * mesh.cp
-            local = parameter.to_local()
-            size = cut.length if cut is not None and cut.dim == 0 else whole[0]
-            rows = chunk(size, ranks, index % ranks)
-            copies, copy = mesh.replicate, index // ranks
-            tensor = nn.Parameter(local)
-        elif self.sharding == "optimizer" and everyone > 1:
-            rows = chunk(parameter.shape[0], everyone, index)
+    def load(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        """Give the model its memory, and this rank's part of the weights of the whole model."""
+        if self.is_one:
+            self.model.load_state_dict(weights, assign=True)
+            self.model.tie_weights()
+            self.model.to(device)
+            return
+        self.model.to_empty(device=device)
+        self.model.tie_weights()
+        if self._sharing is not None:
+            sum_shared_rows(self.model, self._sharing, self._group("tp"))
+        shapes = {name: tuple(weights[name].shape) for name, _ in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            self.pieces[name] = self._piece(name, parameter, shapes[name])
+            kept = _local(parameter)
+            for held in Place(shapes[name], self._slice_of(name, shapes[name]), _rows(parameter, self)).boxes():
+                kept.detach()[held.local].copy_(weights[name][held.whole])
+
+    def _group(self, name: str) -> Group:
+        group = self.mesh.group(name)
+        assert group is not None
+        return group
+
+    def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice | None:
+        return self._sharing.slice_of(name, shape[0]) if self._sharing is not None else None
+
+    def _piece(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> Piece:
+        mesh, cut = self.mesh, self._slice_of(name, shape)
+        copies, copy = mesh.data_size * mesh.cp, mesh.data_rank * mesh.cp + mesh.cp_rank
+        rows, tensor = _rows(parameter, self), parameter
+        if rows is not None:
+            copies, copy = mesh.replicate, copy // (mesh.shard * mesh.cp)
+            tensor = nn.Parameter(_local(parameter).detach())
+        elif self.config.shard == "optimizer" and copies > 1:
+            rows = chunk(parameter.shape[0], copies, copy)
             copies, copy = 1, 0
             tensor = nn.Parameter(parameter.detach()[rows[0] : rows[1]])
         if cut is None and mesh.tp > 1:
             copies, copy = copies * mesh.tp, copy * mesh.tp + mesh.tp_rank
-        return Piece(name, tensor, Place(whole, cut, rows, copies, copy))
+        return Piece(tensor, Place(shape, cut, rows, copies, copy))
+
+    def place_of_state(self, name: str, shape: tuple[int, ...]) -> Place:
+        """Where this rank's part of a carried state (rows of the batch, …) lies; `shape` is the local one."""
+        mesh = self.mesh
+        rows = shape[0] * mesh.data_rank, shape[0] * (mesh.data_rank + 1)
+        cut = None if self._sharing is None else self._sharing.slice_of_state(name)
+        whole = [shape[0] * mesh.data_size, *shape[1:]]
+        copies, copy = mesh.cp, mesh.cp_rank
+        if cut is not None:
+            whole[cut.dim] = self._sharing.size_of_state(name)  # type: ignore[union-attr]
+        return Place(tuple(whole), cut, rows, copies, copy)
+
+    def rows_of(self, num_rows: int) -> tuple[int, int]:
+        """This rank's share of the rows of a batch."""
+        each = num_rows // self.mesh.data_size
+        return each * self.mesh.data_rank, each * (self.mesh.data_rank + 1)
+
+    def columns_of(self, length: int) -> tuple[int, int]:
+        """This rank's share of the length of rows."""
+        each = length // self.mesh.cp
+        return each * self.mesh.cp_rank, each * (self.mesh.cp_rank + 1)
 
     def before_pass(self, is_last: bool) -> None:
-        """Before each micro-batch: gradients are reduced after the last one alone."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_last or self.sync_every_pass)
+        """Before each micro-batch: FSDP2 reduces gradients after the last one alone, unless told otherwise."""
+        if self.config.shard in ("full", "hybrid") and not self.is_one:
+            self.model.set_requires_gradient_sync(is_last or self.config.reduce == "every")  # type: ignore[operator]
 
     def reduce_gradients(self) -> None:
         """After the last micro-batch: sum the gradients over ranks, and give each piece its own."""
-        everyone = self._everyone
+        if self.is_one:
+            return
+        group = self.mesh.group("replicate", "shard", "cp")
         parameters = dict(self.model.named_parameters())
-        plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor) and p.grad is not None}
-        if everyone is not None:
-            for bucket in _buckets(list(plain.values())):
-                _sum_in_place([p.grad for p in bucket if p.grad is not None], everyone)
-        for piece in self.pieces:
-            gradient = parameters[piece.name].grad
-            if piece.tensor is parameters[piece.name]:
+        gradients = [p.grad for p in parameters.values() if p.grad is not None and _local(p) is p]
+        if group is not None:
+            for bucket in _buckets(gradients):
+                _sum_in_place(bucket, group)
+        for name, piece in self.pieces.items():
+            gradient = parameters[name].grad
+            if piece.tensor is parameters[name] or gradient is None:
                 continue
-            if isinstance(gradient, DTensor):
-                gradient = gradient.to_local()
-            elif gradient is not None and piece.place.rows is not None:
-                gradient = gradient[piece.place.rows[0] : piece.place.rows[1]]
-            piece.tensor.grad = gradient
-
-    def gradient_norm(self) -> Tensor:
-        """Of all gradients together, on all ranks."""
-        device = self.pieces[0].tensor.device
-        squares = torch.zeros((), dtype=torch.float32, device=device)
-        for piece in self.pieces:
-            if piece.tensor.grad is None:
-                continue
-            for held in piece.place.boxes():
-                part = piece.tensor.grad[held.local] if held.local else piece.tensor.grad
-                squares += part.float().square().sum() / (piece.place.copies * held.part.copies)
-        if not self.is_one:
-            dist.all_reduce(squares)
-        return squares.sqrt()
+            local = _local(gradient)
+            if local is gradient and piece.place.rows is not None:
+                local = gradient[piece.place.rows[0] : piece.place.rows[1]]
+            piece.tensor.grad = local
 
     def clip(self, limit: float | None) -> Tensor:
         """Scale all gradients so that their norm is at most `limit`. Gives the norm before."""
-        norm = self.gradient_norm()
+        if self.is_one:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+        gradients = [p.tensor.grad for p in self.pieces.values() if p.tensor.grad is not None]
+        squares = torch.zeros((), device=self.model.lm_head.weight.device)
+        for piece in self.pieces.values():
+            if piece.tensor.grad is not None:
+                for held in piece.place.boxes():
+                    part = piece.tensor.grad[held.local]
+                    squares += part.float().square().sum().to(squares) / (piece.place.copies * held.part.copies)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return norm
 
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """With fp16's loss scaling: a gradient that is not finite on one rank skips the step on all."""
+        if not self.is_one and scaler.is_enabled():
+            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
     def after_update(self) -> None:
-        """After the optimizer's step: every rank gets what the others have stepped; gradients are cleared."""
-        everyone = self._everyone
-        if self.sharding == "optimizer" and everyone is not None:
-            parameters = dict(self.model.named_parameters())
-            for bucket in _buckets([parameters[piece.name] for piece in self.pieces]):
-                _exchange_rows(bucket, everyone)
+        """After the optimizer's step: each rank gets what the others have stepped, and gradients are cleared."""
+        if self.is_one:
+            return
+        group = self.mesh.group("replicate", "shard", "cp")
+        if self.config.shard == "optimizer" and group is not None:
+            for bucket in _buckets(list(self.model.parameters())):
+                _exchange_rows(bucket, group)
         for parameter in self.model.parameters():
             parameter.grad = None
-        for piece in self.pieces:
-            piece.tensor.grad = None
+
+    def whole_state(self, state: State, num_rows: int) -> State:
+        """This rank's part of a carried state of the whole batch."""
+        begin, end = self.rows_of(num_rows)
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            cut = None if self._sharing is None else self._sharing.slice_of_state(name)
+            return (tensor if cut is None else cut.of(tensor))[begin:end]
+
+        return State(tuple({name: part(name, tensor) for name, tensor in layer.items()} for layer in state.layers))
 
 
-def shapes_of(model: MambaLM) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole model's parameters by name."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in MambaLM(model.config).named_parameters()}
+def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:
+    """The rows of a parameter, or of its slice, that FSDP2 keeps here; None for a parameter that it does not shard."""
+    if _local(parameter) is parameter:
+        return None
+    mesh = ranks.mesh
+    return chunk(parameter.shape[0], mesh.shard * mesh.cp, mesh.data_rank % mesh.shard * mesh.cp + mesh.cp_rank)
 
 
-def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that FSDP2 has sharded; any other tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
     size = 0
     for tensor in tensors:
         if bucket and (size + tensor.numel() > BUCKET or tensor.dtype != bucket[0].dtype):
@@ -173,10 +228,6 @@ def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def _sum_in_place(tensors: Sequence[Tensor], group: Group) -> None:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    _copy_into(tensors, flat)
-
-
-def _copy_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
@@ -198,50 +249,41 @@ def _exchange_rows(parameters: Sequence[nn.Parameter], group: Group) -> None:
             p[begin:end] = part[: p[begin:end].numel()].view(p[begin:end].shape)
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """How FSDP2 is to keep the parameters."""
-
-    reshard: bool = True  # free a block's whole parameters after forward, and gather them again in backward
-    prefetch: int = 1  # blocks that are gathered ahead
-    offload: bool = False  # keep shards, gradients and optimizer state in the CPU's memory
-    sync_every_pass: bool = False
-
-
-def parallelize(model: MambaLM, mesh: Mesh, sharding: Sharding, dtype: torch.dtype, sharded: Sharded) -> Ranks:
+def parallelize(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torch.dtype) -> Ranks:
     """Lay a model on the meta device out over the ranks of a mesh: tensor, context, then data."""
+    ranks = Ranks(model, mesh, config)
     if mesh.tp > 1:
-        group = mesh.group("tp")
-        assert group is not None
         with torch.device("meta"):
-            share_layers(model, Sharing(model.config, mesh.tp, mesh.tp_rank), group)
+            share_layers(model, Sharing(model.config, mesh.tp, mesh.tp_rank), ranks._group("tp"))
     if mesh.cp > 1:
-        group = mesh.group("cp")
-        assert group is not None
-        share_rows(model, group)
-    if sharding == "full" and mesh.devices is not None:
-        _shard_fully(model, mesh, dtype, sharded)
-    return Ranks(model, mesh, sharding, sharded.sync_every_pass)
+        ranks.links = share_rows(model, ranks._group("cp"))
+    if config.shard in ("full", "hybrid") and mesh.devices is not None:
+        _shard_fully(model, mesh, config, dtype)
+    return ranks
 
 
-def _shard_fully(model: MambaLM, mesh: Mesh, dtype: torch.dtype, sharded: Sharded) -> None:
+def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torch.dtype) -> None:
     """FSDP2: a unit for each block, and one for embedding and head. Gradients are sums, not means."""
+    from torch.distributed import fsdp
+
     small = {p for name, p in model.named_parameters() if not name.endswith(SHARDED)}
-    offload = CPUOffloadPolicy() if sharded.offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    options: dict[str, Any] = {"mesh": mesh.sharded, "mp_policy": policy, "offload_policy": offload, "ignored_params": small}
-    blocks = model.blocks()
+    narrow = dtype if dtype != torch.float32 else None
+    options: dict[str, Any] = {
+        "mesh": mesh.sharded,
+        "mp_policy": fsdp.MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False),
+        "offload_policy": fsdp.CPUOffloadPolicy() if config.offload else fsdp.OffloadPolicy(),
+        "ignored_params": small,
+    }
+    blocks: list[Any] = model.blocks()
     for block in blocks:
-        fully_shard(block, reshard_after_forward=sharded.reshard, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    units = [model, *blocks]
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-        unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        fsdp.fully_shard(block, reshard_after_forward=config.reshard, **options)
+    fsdp.fully_shard(model, reshard_after_forward=False, **options)
+    for unit in [model, *blocks]:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        fsdp.register_fsdp_forward_method(unit, "step")
     for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + sharded.prefetch])  # type: ignore[operator]
-        earlier = blocks[max(0, number - sharded.prefetch) : number]
-        block.set_modules_to_backward_prefetch(list(reversed(earlier)))  # type: ignore[operator]
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch) : number][::-1])
+
 

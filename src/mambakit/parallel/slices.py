@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank of tensor parallelism holds: ranges of one dimension, in the order they have here.
+"""Which part of each parameter a rank of tensor parallelism holds: ranges of one dimension, in their order here.
 
 A mixer's inner channels are split evenly. Mamba-2's heads go with their channels, and B and C with the groups of the
 heads: a group whose heads are on several ranks is on all of these.
@@ -77,7 +77,7 @@ class Sharing:
             )
         if dims.d_inner % ranks:
             raise ConfigError(
-                f"parallel.tp={ranks} does not divide the inner width {dims.d_inner} of the model; choose a divisor of it"
+                f"parallel.tp={ranks} does not divide the model's inner width {dims.d_inner}; choose a divisor of it"
             )
 
     @property
@@ -89,12 +89,12 @@ class Sharing:
         first, last = self.rank * here // each, ((self.rank + 1) * here - 1) // each
         parts = []
         for group in range(first, last + 1):
-            holders = range(group * each // here, ((group + 1) * each - 1) // here + 1)  # ranks with heads of this group
+            holders = range(group * each // here, ((group + 1) * each - 1) // here + 1)  # ranks with such heads
             parts.append(Part(group, group + 1, len(holders), self.rank - holders[0]))
         return tuple(parts)
 
     def slice_of(self, name: str, size: int) -> Slice | None:
-        """Of the parameter with this name, whose first dimension has `size` entries; None where all ranks hold it whole."""
+        """Of a parameter by name, whose first dimension has `size` entries; None where all ranks hold it whole."""
         if name in ("backbone.embedding.weight", "lm_head.weight"):
             return Slice(0, (even(size, self.ranks, self.rank),))
         if MIXER not in name:
@@ -117,6 +117,23 @@ class Sharing:
         if name.startswith("conv1d."):
             return Slice(0, self._segments(dims, {key: begins[key] - begins["x"] for key in "xBC"}, "xBC"))
         return Slice(0, (inner if name == "norm.weight" else self._heads(dims, 0),))
+
+    def slice_of_state(self, name: str) -> Slice:
+        """Of a layer's state by name, whose first dimension are the rows of a batch."""
+        if name == "conv":  # (B, W-1, channels)
+            cut = self._of_mixer("conv1d.weight")
+            assert cut is not None
+            return Slice(2, cut.parts)
+        dims = self.config.dims
+        size = dims.num_heads if isinstance(dims, Mamba2Dims) else dims.d_inner
+        return Slice(1, (even(size, self.ranks, self.rank),))
+
+    def size_of_state(self, name: str) -> int:
+        """Entries of that dimension in the whole state."""
+        dims = self.config.dims
+        if name == "conv":
+            return dims.conv_channels
+        return dims.num_heads if isinstance(dims, Mamba2Dims) else dims.d_inner
 
     def _heads(self, dims: Mamba2Dims, begin: int) -> Part:
         return even(dims.num_heads, self.ranks, self.rank, begin)

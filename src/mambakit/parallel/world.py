@@ -1,0 +1,152 @@
+"""The processes of a run: who they are, and how they agree before, beside and after the training steps.
+
+torchrun, srun and `mambakit train --gpus` start one process for each device, and tell it in the environment who it is.
+Rank 0 decides, writes and speaks; the others learn from it what was decided. Messages are JSON in the processes' common
+store, never pickled objects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..files import UserError
+
+OPENING = timedelta(hours=24)  # the first rank may be preparing text
+STEPPING = timedelta(minutes=30)  # the first step compiles
+FIRST_PORT, NUM_PORTS = 20_000, 40_000
+Found = TypeVar("Found")
+
+
+class DecidedElsewhere(SystemExit):
+    """Another rank has failed, and has said why."""
+
+
+@dataclass
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    store: dist.Store | None = None
+    _messages: int = field(default=0, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this is a plain process, that nobody has started as a rank."""
+        return self.store is None
+
+    @classmethod
+    def join(cls, environment: Mapping[str, str] = os.environ) -> World:
+        """The world that this process was started in."""
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PROCID" not in environment:
+                return cls()
+            os.environ.update(_from_slurm(environment))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        store, _, _ = next(dist.rendezvous("env://", timeout=OPENING))
+        return cls(rank, size, local_rank, local_size, store)
+
+    def start(self, device: torch.device) -> None:
+        """Start the process group; gloo for the CPU, and NCCL for CUDA GPUs."""
+        if self.store is None or dist.is_initialized():
+            return
+        backend, options = "gloo", {}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
+        dist.init_process_group(
+            backend, store=self.store, rank=self.rank, world_size=self.size, timeout=STEPPING, **options
+        )
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def decide(self, work: Callable[[], Found]) -> Found:
+        """What `work` gives on the first rank, for all. It must be JSON. An error there ends the others too."""
+        if self.store is None:
+            return work()
+        self._messages += 1
+        key = f"mambakit/{self._messages}"
+        if not self.is_first:
+            answer = json.loads(self.store.get(key))
+            if "status" in answer:
+                raise DecidedElsewhere(answer["status"])
+            found: Found = answer["value"]
+            return found
+        try:
+            value = work()
+        except BaseException as error:
+            self.store.set(key, json.dumps({"status": 2 if isinstance(error, UserError) else 1}))
+            raise
+        self.store.set(key, json.dumps({"value": value}))
+        return value
+
+    def together(self, work: Callable[[], Found]) -> Found:
+        """What `work` gives here. Where it fails on any rank, it fails on all: with its own error, or quietly."""
+        if self.store is None:
+            return work()
+        failed: BaseException | None = None
+        try:
+            found = work()
+        except Exception as error:
+            failed = error
+        worst = torch.tensor([0 if failed is None else 2 if isinstance(failed, UserError) else 1])
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if failed is not None:
+            raise failed
+        if int(worst):
+            raise DecidedElsewhere(int(worst))
+        return found
+
+    def same(self, what: str, value: Any) -> None:
+        """Refuse to go on where ranks have different values of what must be the same."""
+        if self.store is None:
+            return
+        self._messages += 1
+        mine = json.dumps(value, sort_keys=True)
+        self.store.set(f"mambakit/{self._messages}/{self.rank}", mine)
+        others = [self.store.get(f"mambakit/{self._messages}/{rank}").decode() for rank in range(self.size)]
+        different = [rank for rank, other in enumerate(others) if other != others[0]]
+        if different and self.is_first:
+            raise UserError(f"ranks {', '.join(map(str, different))} have another {what} than rank 0: {others[different[0]]}")
+        if different:
+            raise DecidedElsewhere(2)
+
+    def sums(self, *numbers: float) -> list[float]:
+        """The sum of each number over all ranks."""
+        if self.store is None:
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(values)
+        return values.tolist()
+
+
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables, from those of srun. The first host of the step is where ranks meet."""
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    found = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
+    place = int(environment["SLURM_JOB_ID"]) * 97 + int(environment.get("SLURM_STEP_ID", 0))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or found.stdout.split()[0],
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + place % NUM_PORTS),
+    }
