@@ -108,8 +108,10 @@ def mamba_ssm_model(config: ModelConfig, device: torch.device) -> nn.Module:
     mixer: dict[str, Any] = {"d_state": config.state_size, "d_conv": config.conv_width, "expand": config.expand}
     if config.kind == "mamba1":
         mixer |= {"layer": "Mamba1", "dt_rank": config.dt_rank}
-    else:
+    elif config.kind == "mamba2":
         mixer |= {"layer": "Mamba2", "headdim": config.head_dim, "ngroups": config.num_groups}
+    else:
+        raise ValueError(f"it has no layers of kind {config.kind}")
     sizes = {"d_model": config.d_model, "n_layer": config.num_layers, "vocab_size": config.vocab_size}
     sizes |= {"pad_vocab_size_multiple": config.vocab_multiple, "tie_embeddings": config.tie_embeddings}
     norm = {"rms_norm": True, "fused_add_norm": True, "residual_in_fp32": config.residual_in_fp32}

@@ -21,6 +21,7 @@ from .files import CheckpointError, Contents, build_model, read_json, read_weigh
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+KINDS = {"mamba1": "mamba", "mamba2": "mamba2"}  # ours, and the model_type of each
 MODEL_TYPES = {  # with the class that transformers' config.json names
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
@@ -65,6 +66,8 @@ def our_name(name: str) -> str:
 
 def why_transformers_cannot(config: ModelConfig) -> str | None:
     """What transformers would compute differently, or None."""
+    if config.kind not in KINDS:
+        return f"transformers has no layers of kind {config.kind}"
     if config.kind == "mamba2":
         if config.num_groups > 1 and config.gated_norm == "group":
             return (
@@ -80,10 +83,8 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     """config.json, as `mambakit` where transformers cannot compute the model."""
     if why_transformers_cannot(config) is not None:
         model_type = "mambakit"
-    elif config.kind == "mamba2":
-        model_type = "mamba2"
     else:
-        model_type = "falcon_mamba" if config.bcdt_norm else "mamba"
+        model_type = "falcon_mamba" if config.bcdt_norm else KINDS[config.kind]
     shared = {
         "model_type": model_type,
         "architectures": [MODEL_TYPES[model_type]],

@@ -20,6 +20,7 @@ from .files import CheckpointError, build_model, read_json, read_weights, tokeni
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+LAYERS = {"mamba1": "Mamba1", "mamba2": "Mamba2"}  # our kinds, and the names of their layers
 # ssm_cfg keys that change the network, with the ModelConfig field each becomes.
 SHARED = {"d_state": "state_size", "d_conv": "conv_width", "expand": "expand", "bias": "bias", "conv_bias": "conv_bias"}
 MAMBA1 = {"dt_rank": "dt_rank"}
@@ -54,7 +55,9 @@ def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, e
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:
     """config.json; refuses what mamba-ssm would compute differently."""
     refuse = None
-    if config.bcdt_norm:
+    if config.kind not in LAYERS:
+        refuse = f"mamba-ssm has no layers of kind {config.kind}"
+    elif config.bcdt_norm:
         refuse = "it norms dt, B and C (bcdt_norm), which mamba-ssm's Mamba does not"
     elif config.kind == "mamba2" and config.num_groups > 1 and config.gated_norm == "width":
         refuse = "its gated norm runs over the whole width, but mamba-ssm's Mamba2 norms each group"
@@ -93,7 +96,7 @@ def config_from_state_spaces(values: dict[str, Any]) -> ModelConfig:
         raise CheckpointError(f"config.json has ssm_cfg={layer!r}; need an object of settings")
     kind = layer.get("layer", "Mamba1")
     refusals = {
-        f"its layers are {kind}, not Mamba1 or Mamba2": kind not in ("Mamba1", "Mamba2"),
+        f"its layers are {kind}, not Mamba1 or Mamba2": kind not in LAYERS.values(),
         "it has attention layers": bool(values.get("attn_layer_idx")),
         "it has MLP layers (d_intermediate)": bool(values.get("d_intermediate")),
         "it uses LayerNorm (rms_norm is false)": not values.get("rms_norm", True),
