@@ -29,6 +29,7 @@ class Links:
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.is_active = True  # otherwise each rank has whole rows
         self._continues: list[Tensor | None] = []  # of each rank, (B): its first token is of the document before it
         self._is_whole: list[Tensor | None] = []  # of each rank, (B): its segment is one document
 
@@ -144,7 +145,8 @@ def share_rows(model: MambaLM, group: Group) -> Links:
     links = Links(group)
 
     def look(module: Any, arguments: tuple[Any, ...]) -> None:
-        links.see(arguments[1])
+        if links.is_active:
+            links.see(arguments[1])
 
     model.backbone.register_forward_pre_hook(look)
     for block in model.blocks():
@@ -153,13 +155,15 @@ def share_rows(model: MambaLM, group: Group) -> Links:
             mixer.conv_split = functools.partial(_conv_split, links)  # type: ignore[method-assign,assignment]
             mixer.scan_split = functools.partial(_scan_split, links)  # type: ignore[method-assign,assignment]
         else:
-            mixer.conv_ssd_norm = functools.partial(_conv_ssd_norm, mixer, links)  # type: ignore[method-assign,assignment]
+            mixer.conv_ssd_norm = functools.partial(_conv_ssd_norm, mixer, links, mixer.conv_ssd_norm)  # type: ignore[method-assign,assignment]
     return links
 
 
 def _conv_split(
     links: Links, xz: Tensor, weight: Tensor, bias: Tensor | None, *, doc_ids: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not links.is_active:
+        return ops.causal_conv1d_split(xz, weight, bias, doc_ids=doc_ids, initial_state=initial_state)
     x = xz[..., : weight.shape[0]]
     before, final = _inputs_before(x, weight.shape[1], doc_ids, initial_state, links)
     y, again, gate, _ = ops.causal_conv1d_split(xz, weight, bias, doc_ids=doc_ids, initial_state=before)
@@ -170,6 +174,10 @@ def _scan_split(
     links: Links, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, gate: Tensor, dt_bias: Tensor,
     *, doc_ids: Tensor | None, initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    operator = functools.partial(ops.selective_scan_split, doc_ids=doc_ids)
+    if not links.is_active:
+        return operator(x, dt, A, B, C, D, gate, dt_bias, initial_state=initial_state)
+
     def leaving(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         return segments.scan_leaving(x, dt, A, B, rest[-1], doc_ids)
 
@@ -179,15 +187,18 @@ def _scan_split(
         z = gate[..., gate.shape[-1] - x.shape[-1] :]
         return segments.scan_reaching(dt, A, C, dt_bias, doc_ids, dy * F.silu(z))
 
-    operator = functools.partial(ops.selective_scan_split, doc_ids=doc_ids)
     outputs: tuple[Tensor, Tensor] = _Recurrence.apply(  # type: ignore[no-untyped-call]
         links, operator, leaving, reaching, initial_state, x, dt, A, B, C, D, gate, dt_bias
     )
     return outputs
 
 
-def _conv_ssd_norm(mixer: Mamba2, links: Links, zxBCdt: Tensor, *_: Any, **given: Any) -> tuple[Tensor, ...]:
+def _conv_ssd_norm(
+    mixer: Mamba2, links: Links, plain: Callable[..., tuple[Tensor, ...]], zxBCdt: Tensor, *rest: Any, **given: Any
+) -> tuple[Tensor, ...]:
     """ops.conv_ssd_norm as three operators, of which the first two speak with other ranks."""
+    if not links.is_active:
+        return plain(zxBCdt, *rest, **given)
     doc_ids, dims, limit = given["doc_ids"], mixer.dims, mixer.dims.dt_limit
     z, xBC, dt = zxBCdt.split([mixer.segments["z"], dims.conv_channels, mixer.segments["dt"]], dim=-1)
     before, final_conv = _inputs_before(xBC, dims.conv_width, doc_ids, given["conv_state"], links)

@@ -6,9 +6,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from .slices import Part, Slice
 
 Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A rank's part of a tensor."""
+
+    tensor: Tensor
+    place: Place
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return self.place.shape
+
+    def own_boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the whole that this rank writes."""
+        for held in self.place.own_boxes():
+            yield held.whole, self.tensor.detach()[held.local]
 
 
 class Held(NamedTuple):

@@ -8,6 +8,8 @@ parameter.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from ..model import MambaLM, State
 from .collectives import Group
 from .context import Links, share_rows
 from .mesh import Mesh
-from .places import Place, chunk
+from .places import Place, Sliced, chunk
 from .slices import Sharing, Slice
 from .tensor import share_layers, sum_shared_rows
 
@@ -53,6 +55,11 @@ class Ranks:
     def is_one(self) -> bool:
         """Whether there is nothing to do."""
         return self.mesh.devices is None
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a pass is all on this device, so that CUDA graphs can replay it."""
+        return self.mesh.tp == self.mesh.cp == 1 and (self.is_one or self.config.shard in ("none", "optimizer"))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -106,7 +113,70 @@ class Ranks:
             copies, copy = copies * mesh.tp, copy * mesh.tp + mesh.tp_rank
         return Piece(tensor, Place(shape, cut, rows, copies, copy))
 
-    def place_of_state(self, name: str, shape: tuple[int, ...]) -> Place:
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that has a parameter's shape, as its optimizer state has; a number is whole."""
+        if self.is_one or not whole.dim():
+            return whole
+        place = self.pieces[name].place
+        part = whole.new_empty(place.local_shape)
+        for held in place.boxes():
+            part[held.local] = whole[held.whole]
+        return part
+
+    def sliced(self, name: str, tensor: Tensor) -> Tensor | Sliced:
+        """This rank's part of such a tensor, with its place in the whole."""
+        if self.is_one:
+            return tensor
+        place = self.pieces[name].place
+        return Sliced(tensor, place if tensor.dim() else Place((), None, None, self.mesh.size, self.mesh.rank))
+
+    def seed(self, seed: int, step: int) -> None:
+        """Begin a step's random numbers. They depend on the rows and columns that a rank computes: tp ranks, which
+        compute the same ones, draw the same. A plain process goes on with its own."""
+        if not self.is_one:
+            place = self.mesh.data_rank * self.mesh.cp + self.mesh.cp_rank
+            digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+
+    def sum_(self, loss: Tensor) -> None:
+        """Sum a number over the ranks that compute different rows or columns."""
+        group = self.mesh.group("replicate", "shard", "cp")
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+
+    @contextlib.contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Inside, each rank computes whole rows, as for generating text."""
+        if self.links is None:
+            yield
+            return
+        self.links.is_active = False
+        try:
+            yield
+        finally:
+            self.links.is_active = True
+
+    def sliced_state(self, name: str, tensor: Tensor) -> Sliced:
+        """A tensor of the training state by its name in a checkpoint. Random states are those of rank 0."""
+        kind, _, rest = name.partition("/")
+        if kind == "carried":
+            return Sliced(tensor, self._place_of_state(rest.partition("/")[2], tuple(tensor.shape)))
+        shape = tuple(tensor.shape)
+        return Sliced(tensor, Place(shape) if self.mesh.rank == 0 else Place(shape, None, (0, 0)))
+
+    def own_state(self, state: State) -> State:
+        """This rank's part of a carried state of the whole batch."""
+        if self.is_one:
+            return state
+        begin, end = self.rows_of(state.batch_size)
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            cut = None if self._sharing is None else self._sharing.slice_of_state(name)
+            return (tensor if cut is None else cut.of(tensor))[begin:end]
+
+        return State(tuple({name: part(name, tensor) for name, tensor in layer.items()} for layer in state.layers))
+
+    def _place_of_state(self, name: str, shape: tuple[int, ...]) -> Place:
         """Where this rank's part of a carried state (rows of the batch, …) lies; `shape` is the local one."""
         mesh = self.mesh
         rows = shape[0] * mesh.data_rank, shape[0] * (mesh.data_rank + 1)
@@ -185,16 +255,6 @@ class Ranks:
                 _exchange_rows(bucket, group)
         for parameter in self.model.parameters():
             parameter.grad = None
-
-    def whole_state(self, state: State, num_rows: int) -> State:
-        """This rank's part of a carried state of the whole batch."""
-        begin, end = self.rows_of(num_rows)
-
-        def part(name: str, tensor: Tensor) -> Tensor:
-            cut = None if self._sharing is None else self._sharing.slice_of_state(name)
-            return (tensor if cut is None else cut.of(tensor))[begin:end]
-
-        return State(tuple({name: part(name, tensor) for name, tensor in layer.items()} for layer in state.layers))
 
 
 def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import ConfigError, Mamba1Dims, Mamba2Dims, ModelConfig
+from ..config import Mamba1Dims, Mamba2Dims, ModelConfig
 
 MIXER = ".mixer."
 
@@ -60,6 +60,18 @@ def even(size: int, ranks: int, rank: int, begin: int = 0) -> Part:
     return Part(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
 
 
+def sharing_problems(config: ModelConfig, ranks: int) -> list[str]:
+    """Why so many ranks cannot share the layers of a model."""
+    dims = config.dims
+    what, size = "inner channels", dims.d_inner
+    if isinstance(dims, Mamba2Dims):
+        what, size = "heads", dims.num_heads
+    problems = [f"parallel.tp={ranks} does not divide the model's {size} {what}"] if size % ranks else []
+    if config.padded_vocab_size < ranks:
+        problems.append(f"parallel.tp={ranks} is more than the {config.padded_vocab_size} rows of the vocabulary")
+    return problems
+
+
 @dataclass(frozen=True)
 class Sharing:
     """How `ranks` ranks share the layers of a model; this is number `rank`."""
@@ -67,18 +79,6 @@ class Sharing:
     config: ModelConfig
     ranks: int
     rank: int
-
-    def __post_init__(self) -> None:
-        dims, ranks = self.config.dims, self.ranks
-        if isinstance(dims, Mamba2Dims) and dims.num_heads % ranks:
-            raise ConfigError(
-                f"parallel.tp={ranks} does not divide the {dims.num_heads} heads of the model; choose a divisor of "
-                f"{dims.num_heads}"
-            )
-        if dims.d_inner % ranks:
-            raise ConfigError(
-                f"parallel.tp={ranks} does not divide the model's inner width {dims.d_inner}; choose a divisor of it"
-            )
 
     @property
     def groups(self) -> tuple[Part, ...]:
