@@ -81,7 +81,7 @@ def _runs(tensor: Sliced) -> Iterator[tuple[int, memoryview]]:
         if len(outer) < len(shape):
             starts = starts + box[len(outer)].start * strides[len(outer)]
         for number, start in enumerate(starts.tolist()):
-            yield start * size, memoryview(values[number * run : (number + 1) * run])
+            yield start * size, values[number * run : (number + 1) * run].data
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

@@ -55,8 +55,8 @@ class Batch:
         """A part of the length of each row."""
         if (begin, end) == (0, self.tokens.shape[1]):
             return self
-        parts = (value[:, begin:end].contiguous() for name, value in vars(self).items() if name != "carries")
-        return Batch(*parts, self.carries)
+        parts = {name: value[:, begin:end].contiguous() for name, value in vars(self).items() if name != "carries"}
+        return Batch(**parts, carries=self.carries)
 
     def padded(self, multiple: int) -> Batch:
         """With the last row repeated, not counted, until there are a multiple of so many."""

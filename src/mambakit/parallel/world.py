@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ..files import UserError
 
@@ -36,7 +37,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    store: dist.Store | None = None
+    store: Any = None  # what all processes can read and write; None in a plain process
     _messages: int = field(default=0, repr=False)
 
     @property
@@ -58,19 +59,23 @@ class World:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        store, _, _ = next(dist.rendezvous("env://", timeout=OPENING))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        store, _, _ = next(rendezvous("env://", timeout=OPENING))
         return cls(rank, size, local_rank, local_size, store)
 
     def start(self, device: torch.device) -> None:
         """Start the process group; gloo for the CPU, and NCCL for CUDA GPUs."""
         if self.store is None or dist.is_initialized():
             return
-        backend, options = "gloo", {}
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
+        on_gpu = device.type == "cuda"
         dist.init_process_group(
-            backend, store=self.store, rank=self.rank, world_size=self.size, timeout=STEPPING, **options
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=STEPPING,
+            device_id=device if on_gpu else None,
         )
 
     def leave(self) -> None:
@@ -124,7 +129,8 @@ class World:
         others = [self.store.get(f"mambakit/{self._messages}/{rank}").decode() for rank in range(self.size)]
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if different and self.is_first:
-            raise UserError(f"ranks {', '.join(map(str, different))} have another {what} than rank 0: {others[different[0]]}")
+            named = ", ".join(map(str, different))
+            raise UserError(f"ranks {named} have another {what} than rank 0: {others[different[0]]}")
         if different:
             raise DecidedElsewhere(2)
 

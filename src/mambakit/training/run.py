@@ -171,7 +171,7 @@ def _opened(
         decided = world.decide(decide)
         start, config = Start.of_json(decided["start"]), resolve(decided["config"])
         shards = Path(decided["shards"]) if decided["shards"] else None
-        device = choose_device(config.parallel.device, world.local_rank)
+        device = choose_device(config.parallel.device)
         stack.callback(world.leave)
         world.start(device)
         mesh = mesh_of(config, world, device)
