@@ -145,16 +145,20 @@ class Ranks:
             dist.all_reduce(loss, group=group)
 
     @contextlib.contextmanager
-    def whole_rows(self) -> Iterator[None]:
-        """Inside, each rank computes whole rows, as for generating text."""
-        if self.links is None:
-            yield
-            return
-        self.links.is_active = False
+    def generating(self) -> Iterator[None]:
+        """Inside, text can be generated: each rank computes whole rows, and has embedding and head whole."""
+        sharded: Any = self.model if self.config.shard in ("full", "hybrid") and not self.is_one else None
+        if sharded is not None:
+            sharded.unshard()
+        if self.links is not None:
+            self.links.is_active = False
         try:
             yield
         finally:
-            self.links.is_active = True
+            if self.links is not None:
+                self.links.is_active = True
+            if sharded is not None:
+                sharded.reshard()
 
     def sliced_state(self, name: str, tensor: Tensor) -> Sliced:
         """A tensor of the training state by its name in a checkpoint. Random states are those of rank 0."""

@@ -383,7 +383,7 @@ def _sample(run: Run) -> Iterator[Record]:
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
     try:
-        with run.ranks.whole_rows():
+        with run.ranks.generating():
             for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
                 run.check_stop()
                 text = generate_text(model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options)
