@@ -58,6 +58,7 @@ class Result:
     total_steps: int
     best_loss: float | None
     stopped_by: str | None  # the signal that ended it before its time
+    is_first: bool = True  # of the ranks, which all return
 
     @property
     def checkpoint(self) -> Path:
@@ -127,7 +128,8 @@ def train_layers(
     with _opened(layers, batches, out, resume, init_from) as run:
         for _ in _train(run):
             pass
-    return Result(run.folder, run.progress.step, run.total_steps, run.progress.best_loss, run.stopped_by)
+    progress, best_loss = run.progress, run.progress.best_loss
+    return Result(run.folder, progress.step, run.total_steps, best_loss, run.stopped_by, run.world.is_first)
 
 
 def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
