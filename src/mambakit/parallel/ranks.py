@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,14 +231,15 @@ class Ranks:
         if self.is_one:
             return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
         gradients = [p.tensor.grad for p in self.pieces.values() if p.tensor.grad is not None]
-        squares = torch.zeros((), device=self.model.lm_head.weight.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.model.lm_head.weight.device)
         for piece in self.pieces.values():
             if piece.tensor.grad is not None:
                 for held in piece.place.boxes():
                     part = piece.tensor.grad[held.local]
-                    squares += part.float().square().sum().to(squares) / (piece.place.copies * held.part.copies)
+                    dtype = torch.promote_types(part.dtype, torch.float32)
+                    squares += part.square().sum(dtype=dtype).to(squares) / (piece.place.copies * held.part.copies)
         dist.all_reduce(squares)
-        norm = squares.sqrt()
+        norm = squares.sqrt().to(torch.promote_types(gradients[0].dtype, torch.float32))
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -330,11 +332,12 @@ def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torc
     """FSDP2: a unit for each block, and one for embedding and head. Gradients are sums, not means."""
     from torch.distributed import fsdp
 
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
     small = {p for name, p in model.named_parameters() if not name.endswith(SHARDED)}
     narrow = dtype if dtype != torch.float32 else None
     options: dict[str, Any] = {
         "mesh": mesh.sharded,
-        "mp_policy": fsdp.MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False),
+        "mp_policy": fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False),
         "offload_policy": fsdp.CPUOffloadPolicy() if config.offload else fsdp.OffloadPolicy(),
         "ignored_params": small,
     }

@@ -129,9 +129,10 @@ def share_layers(model: MambaLM, sharing: Sharing, group: Group) -> None:
     rows = model.config.padded_vocab_size
     part = sharing.slice_of("lm_head.weight", rows)
     assert part is not None
-    embedding = ParallelEmbedding(part.length, model.config.d_model)
+    dtype = model.lm_head.weight.dtype
+    embedding = ParallelEmbedding(part.length, model.config.d_model, dtype=dtype)
     embedding.group, embedding.first = group, part.parts[0].begin
-    head = ParallelHead(model.config.d_model, part.length, bias=False)
+    head = ParallelHead(model.config.d_model, part.length, bias=False, dtype=dtype)
     head.group, head.sizes = group, [even(rows, sharing.ranks, rank).length for rank in range(sharing.ranks)]
     model.backbone.embedding, model.lm_head = embedding, head  # type: ignore[assignment]
     model.tie_weights()
@@ -144,7 +145,7 @@ def _mixer(mixer: Mamba1 | Mamba2, sharing: Sharing, group: Group) -> Mamba1 | M
     dims = dataclasses.replace(mixer.dims, num_ranks=sharing.ranks)
     if isinstance(dims, Mamba2Dims):
         dims = dataclasses.replace(dims, num_groups=len(sharing.groups))
-    local = type(mixer)(dims)  # type: ignore[arg-type]
+    local = type(mixer)(dims).to(mixer.in_proj.weight.dtype)
     _become(local.in_proj, ColumnParallel, group)
     _become(local.out_proj, RowParallel, group)
     if isinstance(local, Mamba1):
