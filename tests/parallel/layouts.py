@@ -68,7 +68,9 @@ def make_batch(step: int, packed: bool = True) -> Batch:
 def adamw(parameters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
     matrices = [p for name, p in parameters.items() if name.endswith("proj.weight")]
     others = [p for name, p in parameters.items() if not name.endswith("proj.weight")]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
 
 
 def loss_of(model: MambaLM, rows: Batch, num_targets: int) -> Tensor:

@@ -60,8 +60,7 @@ def contents(
     config["dtype"] = str(parameters["backbone.embedding.weight"].dtype).removeprefix("torch.")
     tokenizing = tokenizer_files(tokenizer, end_tokens)
     weights = {
-        name.replace("backbone.embedding.", "backbone.embeddings."): parameter
-        for name, parameter in parameters.items()
+        name.replace("backbone.embedding.", "backbone.embeddings."): parameter for name, parameter in parameters.items()
     }
     return Contents({"config.json": config, **tokenizing.json}, tokenizing.text, {"model.safetensors": weights})
 

@@ -17,8 +17,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..config import ModelConfig
+from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
 from ..parallel import Sliced, World
 from ..progress import say
@@ -27,8 +27,8 @@ from .files import CheckpointError, Contents, open_weights, read_weight_file
 from .state import TrainingState
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 FORMAT, VERSION = "mambakit-checkpoint", 1
 MANIFEST = "manifest.json"

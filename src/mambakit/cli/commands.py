@@ -126,7 +126,7 @@ def train(
     resume: Annotated[tuple[str, ...] | None, flag(metavar="[CHECKPOINT]")] = None,
     init_from: Annotated[Path | None, flag("start with the weights of another model or run", "CHECKPOINT")] = None,
     write_config: Annotated[Path | None, flag("write the resolved config, and stop", "FILE")] = None,
-    gpus: Annotated[int | None, flag("start so many processes, one for each GPU; without GPUs, on the CPU", "N")] = None,
+    gpus: Annotated[int | None, flag("start so many ranks, one for each GPU; without GPUs, on the CPU", "N")] = None,
     json: Json = False,
     settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
 ) -> int:

@@ -25,7 +25,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Forward: the tensor, which is the same on all ranks. Backward: the sum of what each has computed of its gradient."""
+    """Forward: the tensor, which is the same on all ranks. Backward: the sum of their parts of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:

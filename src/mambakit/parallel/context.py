@@ -70,7 +70,7 @@ class Links:
         return _where(self._continues[self.rank], tails[self.rank - 1])
 
     def gradient_of_tail(self, gradients: Tensor) -> Tensor:
-        """What comes back for the end of this segment, given the gradients (ranks, B, W-1, D) of what was before each."""
+        """The gradient of this segment's end, given those (ranks, B, W-1, D) of what was before each segment."""
         if self.rank + 1 == self.size:
             return torch.zeros_like(gradients[0])
         return _where(self._continues[self.rank + 1], gradients[self.rank + 1])
@@ -120,7 +120,8 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, links: Links, operator: Callable[..., tuple[Tensor, Tensor]], leaving: Callable[..., Any],
         reaching: Callable[..., Tensor], initial: Tensor | None, *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        entering, final, ctx.decays = links.entering(*leaving(*tensors), initial)
+        left, decay = leaving(*tensors)
+        entering, final, ctx.decays = links.entering(left, decay, initial)
         ctx.links, ctx.reaching = links, reaching
         with torch.enable_grad():
             ctx.inputs = [None if t is None else t.detach().requires_grad_() for t in tensors]
@@ -152,15 +153,21 @@ def share_rows(model: MambaLM, group: Group) -> Links:
     for block in model.blocks():
         mixer = block.mixer
         if isinstance(mixer, Mamba1):
-            mixer.conv_split = functools.partial(_conv_split, links)  # type: ignore[method-assign,assignment]
-            mixer.scan_split = functools.partial(_scan_split, links)  # type: ignore[method-assign,assignment]
+            mixer.conv_split = functools.partial(_conv_split, links)
+            mixer.scan_split = functools.partial(_scan_split, links)
         else:
-            mixer.conv_ssd_norm = functools.partial(_conv_ssd_norm, mixer, links, mixer.conv_ssd_norm)  # type: ignore[method-assign,assignment]
+            mixer.conv_ssd_norm = functools.partial(_conv_ssd_norm, mixer, links, mixer.conv_ssd_norm)  # type: ignore[assignment]
     return links
 
 
 def _conv_split(
-    links: Links, xz: Tensor, weight: Tensor, bias: Tensor | None, *, doc_ids: Tensor | None, initial_state: Tensor | None
+    links: Links,
+    xz: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    doc_ids: Tensor | None,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not links.is_active:
         return ops.causal_conv1d_split(xz, weight, bias, doc_ids=doc_ids, initial_state=initial_state)

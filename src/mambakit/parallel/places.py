@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's part of a tensor of shape `shape`: a slice by tensor parallelism, of which it may have some rows only."""
+    """A rank's part of a tensor of this shape: a slice by tensor parallelism, of which it may have some rows only."""
 
     shape: tuple[int, ...]
     slice: Slice | None = None

@@ -352,5 +352,3 @@ def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torc
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch) : number][::-1])
-
-

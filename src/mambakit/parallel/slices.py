@@ -113,7 +113,7 @@ class Sharing:
             return Slice(0, (inner, Part(inner.begin + dims.d_inner, inner.end + dims.d_inner)) if twice else (inner,))
         begins = dict(zip(dims.segments, _begins(dims.segments.values()), strict=True))
         if name.startswith("in_proj."):
-            return Slice(0, self._segments(dims, begins, "zxBC") + (self._heads(dims, begins["dt"]),))
+            return Slice(0, (*self._segments(dims, begins, "zxBC"), self._heads(dims, begins["dt"])))
         if name.startswith("conv1d."):
             return Slice(0, self._segments(dims, {key: begins[key] - begins["x"] for key in "xBC"}, "xBC"))
         return Slice(0, (inner if name == "norm.weight" else self._heads(dims, 0),))

@@ -80,7 +80,7 @@ class ColumnParallel(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         if self.rows is not None:
-            weight, bias = self.rows(weight), None if bias is None else self.rows(bias)
+            return F.linear(share(input, self.group), self.rows(weight), None if bias is None else self.rows(bias))
         return F.linear(share(input, self.group), weight, bias)
 
 
@@ -136,7 +136,7 @@ def share_layers(model: MambaLM, sharing: Sharing, group: Group) -> None:
     head.group, head.sizes = group, [even(rows, sharing.ranks, rank).length for rank in range(sharing.ranks)]
     model.backbone.embedding, model.lm_head = embedding, head  # type: ignore[assignment]
     model.tie_weights()
-    model.cross_entropy = functools.partial(linear_cross_entropy, group=group, first=embedding.first)  # type: ignore[assignment]
+    model.cross_entropy = functools.partial(linear_cross_entropy, group=group, first=embedding.first)
     for block in model.blocks():
         block.mixer = _mixer(block.mixer, sharing, group)
 
@@ -145,7 +145,7 @@ def _mixer(mixer: Mamba1 | Mamba2, sharing: Sharing, group: Group) -> Mamba1 | M
     dims = dataclasses.replace(mixer.dims, num_ranks=sharing.ranks)
     if isinstance(dims, Mamba2Dims):
         dims = dataclasses.replace(dims, num_groups=len(sharing.groups))
-    local = type(mixer)(dims).to(mixer.in_proj.weight.dtype)
+    local = type(mixer)(dims).to(mixer.in_proj.weight.dtype)  # type: ignore[arg-type]
     _become(local.in_proj, ColumnParallel, group)
     _become(local.out_proj, RowParallel, group)
     if isinstance(local, Mamba1):
@@ -156,7 +156,7 @@ def _mixer(mixer: Mamba1 | Mamba2, sharing: Sharing, group: Group) -> Mamba1 | M
 
 
 def sum_shared_rows(model: MambaLM, sharing: Sharing, group: Group) -> None:
-    """Have the gradients of B's and C's channels summed over the ranks that share their groups. For a model that has its
+    """Have the gradients of B's and C's channels summed over the ranks that share them. For a model that has its
     memory: parameters of the convolution are taken as they are now."""
     dims = model.config.dims
     if not isinstance(dims, Mamba2Dims) or dims.num_groups % sharing.ranks == 0:
@@ -204,8 +204,8 @@ def _share_heads(local: Mamba2, whole: Mamba2Dims, sharing: Sharing, group: Grou
     if spans:
         begin = sharing.rank * here * whole.head_dim
         norm = SpanningNorm(whole.norm_group, begin, whole.d_inner, group)
-        local.gated_norm = norm  # type: ignore[method-assign,assignment]
-    local.conv_ssd_norm = functools.partial(_conv_ssd_norm, local)  # type: ignore[method-assign,assignment]
+        local.gated_norm = norm  # type: ignore[assignment]
+    local.conv_ssd_norm = functools.partial(_conv_ssd_norm, local)
 
 
 def _conv_ssd_norm(mixer: Mamba2, zxBCdt: Tensor, *_: Any, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -224,8 +224,8 @@ def _conv_ssd_norm(mixer: Mamba2, zxBCdt: Tensor, *_: Any, **given: Any) -> tupl
 
 
 class SpanningNorm:
-    """ops.rms_norm with a gate before it, whose groups of `size` channels lie on several ranks. This rank's channels are
-    number `begin` and on of the `width` that all have together."""
+    """ops.rms_norm with a gate before it, whose groups of `size` channels lie on several ranks. This rank's channels
+    begin with number `begin` of the `width` that all have together."""
 
     def __init__(self, size: int, begin: int, width: int, group: Group) -> None:
         self.size, self.begin, self.num_groups, self.group = size, begin, width // size, group

@@ -106,7 +106,6 @@ class Run:
         """The signal that ended the run before its end."""
         return None if self.is_done else self.stopper.signal_name
 
-
     def check_stop(self) -> None:
         """Between batches. Several ranks stop together, between two steps."""
         if self.world.is_one:
@@ -386,7 +385,9 @@ def _sample(run: Run) -> Iterator[Record]:
         with run.ranks.generating():
             for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
                 run.check_stop()
-                text = generate_text(model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options)
+                text = generate_text(
+                    model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options
+                )
                 whole = "".join(piece for _, piece in text)
                 yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
     finally:

@@ -233,7 +233,7 @@ def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
     shared = parallel.tp * parallel.cp
     data, rest = divmod(world.size, shared)
     if rest or not data:
-        problems.append(f"parallel.tp={parallel.tp} x parallel.cp={parallel.cp} does not divide the {world.size} ranks")
+        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks")
     shard = {"none": 1, "hybrid": parallel.shard_size or world.local_size}.get(parallel.shard, data)
     if data and data % shard:
         problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")
@@ -317,7 +317,9 @@ def _assemble(
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     shape = config.micro_batch_rows, config.data.sequence_length
     display = Display(total_steps, progress.step, config.track.log_every)
-    metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0) if world.is_first else None
+    metrics = (
+        MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0) if world.is_first else None
+    )
     sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
     run = Run(
@@ -326,8 +328,8 @@ def _assemble(
             model, scaler, dtype, shape=shape, compiled=config.train.compile,
             graphed=config.train.cuda_graph and ranks.can_be_captured,
         ),
-        optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data, total_steps=total_steps,
-        matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
+        optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
+        total_steps=total_steps, matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
         recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is

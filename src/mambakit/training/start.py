@@ -32,7 +32,8 @@ class Start:
     def to_json(self) -> dict[str, Any]:
         """For other ranks, which need no settings: these are resolved."""
         paths = {"folder": self.folder, "checkpoint": self.checkpoint, "init_from": self.init_from}
-        return {name: os.fsencode(path).hex() if path else None for name, path in paths.items()} | {"is_new": self.is_new}
+        encoded = {name: os.fsencode(path).hex() if path else None for name, path in paths.items()}
+        return {**encoded, "is_new": self.is_new}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Start:
