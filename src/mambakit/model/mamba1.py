@@ -103,6 +103,6 @@ class Mamba1(KeepsFp32):
         """The memory before any text: zeros."""
         shapes = self.dims.state_shapes()
         return {
-            "conv": self.in_proj.weight.new_zeros(batch_size, *shapes["conv"]),
+            "conv": self.A_log.new_zeros(batch_size, *shapes["conv"], dtype=self.in_proj.weight.dtype),
             "ssm": self.A_log.new_zeros(batch_size, *shapes["ssm"]),
         }
