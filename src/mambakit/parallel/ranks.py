@@ -230,19 +230,25 @@ class Ranks:
         """Scale all gradients so that their norm is at most `limit`. Gives the norm before."""
         if self.is_one:
             return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
-        gradients = [p.tensor.grad for p in self.pieces.values() if p.tensor.grad is not None]
-        squares = torch.zeros((), dtype=torch.float64, device=self.model.lm_head.weight.device)
+        gradients = [piece.tensor.grad for piece in self.pieces.values() if piece.tensor.grad is not None]
+        parts: list[Tensor] = []
+        copies: list[int] = []  # ranks that hold each part
         for piece in self.pieces.values():
             if piece.tensor.grad is not None:
                 for held in piece.place.boxes():
-                    part = piece.tensor.grad[held.local]
-                    dtype = torch.promote_types(part.dtype, torch.float32)
-                    squares += part.square().sum(dtype=dtype).to(squares) / (piece.place.copies * held.part.copies)
+                    parts.append(piece.tensor.grad[held.local])
+                    copies.append(piece.place.copies * held.part.copies)
+        device = self.model.lm_head.weight.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts)).to(device, torch.float64)
+            squares = (norms.square() / torch.tensor(copies, device=device)).sum()
         dist.all_reduce(squares)
-        norm = squares.sqrt().to(torch.promote_types(gradients[0].dtype, torch.float32))
+        norm = squares.sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            if gradients:
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return norm
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
