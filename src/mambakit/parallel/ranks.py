@@ -25,7 +25,7 @@ from ..model import MambaLM, State
 from .collectives import Group
 from .context import Links, share_rows
 from .mesh import Mesh
-from .places import Place, Sliced, chunk
+from .places import Box, Place, Sliced, chunk
 from .slices import Sharing, Slice
 from .tensor import share_layers, sum_shared_rows
 
@@ -40,6 +40,13 @@ class Piece:
 
     tensor: nn.Parameter
     place: Place
+
+    def __post_init__(self) -> None:
+        # Of the gradient: its parts, each with the number of ranks that hold it. None is all of it.
+        held = list(self.place.boxes())
+        self.parts: list[tuple[Box | None, int]] = [(one.local, self.place.copies * one.part.copies) for one in held]
+        if len(held) == 1:
+            self.parts = [(None, self.parts[0][1])]
 
 
 @dataclass
@@ -234,10 +241,10 @@ class Ranks:
         parts: list[Tensor] = []
         copies: list[int] = []  # ranks that hold each part
         for piece in self.pieces.values():
-            if piece.tensor.grad is not None:
-                for held in piece.place.boxes():
-                    parts.append(piece.tensor.grad[held.local])
-                    copies.append(piece.place.copies * held.part.copies)
+            gradient = piece.tensor.grad
+            if gradient is not None:
+                parts += [gradient if box is None else gradient[box] for box, _ in piece.parts]
+                copies += [count for _, count in piece.parts]
         device = self.model.lm_head.weight.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if parts:
