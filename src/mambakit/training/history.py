@@ -26,8 +26,13 @@ def named_data(folder: Path) -> str:
     return " ".join(str(path) for path in named)
 
 
+def first_weights(folder: Path) -> str:
+    """The model whose weights the run began with; nothing for weights of its own."""
+    return next((str(line["init_from"]) for line in _read(folder / NAME) if line.get("init_from")), "")
+
+
 def note(run: Run, step: int) -> None:
-    """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped."""
+    """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped, but not the origin."""
     about, path = environment(run.device), run.folder / NAME
     line = {
         "step": step,
@@ -36,9 +41,13 @@ def note(run: Run, step: int) -> None:
         "dtype": str(run.dtype).removeprefix("torch."),
         "versions": about["versions"],
         "changed": list(run.changed),
-        **{name: value for name, value in run.origin.items() if value},
     }
-    kept = [other for other in _read(path) if other["step"] < step]
+    before = [] if run.start.is_new else _read(path)
+    kept = [other for other in before if other["step"] < step]
+    for name in ("data", "init_from"):
+        known = run.origin.get(name) or next((other[name] for other in before if other.get(name)), None)
+        if known and not any(other.get(name) for other in kept):
+            line[name] = known
     beside = path.with_name(f".{NAME}.{os.getpid()}")
     beside.write_text("".join(json.dumps(each) + "\n" for each in [*kept, line]), encoding="utf-8")
     sync(beside)

@@ -152,10 +152,14 @@ def _opened(
     check_folder(folder, resume)
     with _locked(folder):
         start = Start.of(folder, resume, init_from)
+        if resume and start.is_new:
+            say(f"there is no run in {folder} yet; a new one begins")
         config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
         model = build(start, config, choose_device(config.parallel.device))
         run = _assemble(start, config, model, shards, batches, origin)
         with contextlib.closing(run.metrics):
+            if start.is_new:
+                history.note(run, run.progress.step)  # where it came from, whatever happens before its first step
             if start.init_from is not None:
                 save(run)  # before config.json, which makes it a run: no seed can draw these weights again
             if not (folder / "config.json").exists():
