@@ -184,7 +184,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
     if not start.is_new and config.data.path and not os.path.lexists(config.data.path[0]) and not has_batches:
-        named = history.named_data(start.folder)
+        named = history.origin_of(start.folder, "data")
         raise UserError(
             f"the shards of this run, {config.data.path[0]}, are gone; name its data again with --data"
             f"{f' {named}' if named else ', as when it was begun'}"

@@ -53,7 +53,7 @@ class Start:
             return cls.of_model(init_from, folder)
         if newest is not None:
             return cls(folder, newest, None, (stored,), is_new=False)
-        if init_from is None and (began_with := history.first_weights(folder)):
+        if init_from is None and (began_with := history.origin_of(folder, "init_from")):
             raise UserError(
                 f"{folder} began with the weights of {began_with}, and has no checkpoint; to begin it again, add "
                 f"--init-from {began_with}"
