@@ -244,3 +244,17 @@ def test_a_section_without_settings_changes_nothing() -> None:
 def test_a_section_is_named_once_in_a_message(data: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^data\.(mix|carry_state)"):
         resolve({"data": data})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "twice"),
+    [
+        ("a.yaml", "train:\n  steps: 5\noptim:\n  lr: 1e-3\ntrain:\n  compile: no\n", "train"),
+        ("b.yaml", "train:\n  steps: 5\n  steps: 6\n", "steps"),
+        ("c.json", '{"train": {"steps": 5}, "train": {"seed": 3}}', "train"),
+    ],
+)
+def test_a_setting_that_is_there_twice_is_told(name: str, text: str, twice: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"cannot be read: {twice} is there twice"):
+        read_config(tmp_path / name)

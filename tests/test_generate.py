@@ -396,7 +396,7 @@ def test_text_needs_a_start(reciter: LoadedModel) -> None:
         generate_text(reciter.model, _byte_fallback(), ["日"], end_tokens=(END,))
     with pytest.raises(ValueError, match=r"prompts='ab' is one string; need several: give \['ab'\]"):
         generate_text(reciter.model, reciter.tokenizer, "ab")
-    with pytest.raises(CheckpointError, match="no tokenizer.json; give the prompt as token ids"):
+    with pytest.raises(CheckpointError, match="no tokenizer.json; put it into its folder"):
         LoadedModel(reciter.model, None).stream("a")
 
 

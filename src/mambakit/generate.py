@@ -332,7 +332,9 @@ class _Text:
         self.tokens.append(token)
         before, self.text = self.text, self.tokenizer.decode(self.tokens)
         adds_nothing = self.text == before  # a special token
-        if adds_nothing or self.text.endswith("\ufffd") or _is_byte(self.tokenizer.id_to_token(token)):
+        # Bytes of their own, like <0x0A>, are decoded together: the next one may change this one's text.
+        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(token) or "")
+        if adds_nothing or self.text.endswith("\ufffd") or is_byte:
             return ""
         new = self.text[self.num_given :]
         self._look_back_on(self.tokens[self.num_old :])
@@ -380,11 +382,6 @@ def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> lis
             "or, for an empty prompt, end_tokens"
         )
     return tokens
-
-
-def _is_byte(token: str | None) -> bool:
-    """A byte of its own, like <0x0A>: such bytes are decoded together, so the next one may change this one's text."""
-    return token is not None and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:

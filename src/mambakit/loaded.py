@@ -48,7 +48,8 @@ class LoadedModel(ModelFolder):
 
     def _text(self, prompts: list[str], options: dict[str, Any]) -> Iterator[tuple[int, str]]:
         if self.tokenizer is None:
-            raise CheckpointError("this model has no tokenizer.json; give the prompt as token ids")
+            why = "this model has no tokenizer.json; put it into its folder, or give the prompt as token ids, in Python"
+            raise CheckpointError(why)
         return generate_text(self.model, self.tokenizer, prompts, end_tokens=self.end_tokens, **options)
 
 

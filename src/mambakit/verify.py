@@ -8,6 +8,8 @@ from pathlib import Path
 from .config import read_run_config
 from .files import UserError, json_lines
 
+WITH_CHECKSUMS = ("index.json", "manifest.json", "checkpoints")  # one of these is in a folder that has checksums
+
 
 def verify(path: Path) -> Iterator[str]:
     """The problems of what is at `path`, one line each."""
@@ -41,11 +43,6 @@ def verify(path: Path) -> Iterator[str]:
             f"{path} is no shard folder, checkpoint, run or model: it has no index.json, manifest.json, checkpoints or "
             "config.json"
         )
-
-
-def has_checksums(path: Path) -> bool:
-    """Whether damage in the middle of a file would be noticed: model folders in others' forms have no checksums."""
-    return any((path / name).exists() for name in ("index.json", "manifest.json", "checkpoints"))
 
 
 def _verify_model(path: Path) -> Iterator[str]:

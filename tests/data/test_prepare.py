@@ -452,3 +452,21 @@ def test_shards_are_no_text(tmp_path: Path) -> None:
     prepare([tmp_path / "a.txt"], tmp_path / "shards", tokenizer="bytes")
     with pytest.raises(UserError, match="shards is a folder of shards already; train on it as it is"):
         prepare([tmp_path / "shards"], tmp_path / "more", tokenizer="bytes")
+
+
+def test_records_that_are_read_as_text_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"greetings {number},a letter of some words {number}\n" for number in range(30))
+    (tmp_path / "mails.csv").write_text("subject,body\n" + rows)
+    prepare([tmp_path / "mails.csv"], tmp_path / "shards", tokenizer="bytes", strict=True, val_fraction=0)
+    assert "1 files of records are read as plain text; choose a column with --text-column" in capsys.readouterr().err
+
+
+def test_broken_lines_are_named_by_their_file_and_strict_refuses_them(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text('{"text": "fine one"}\n{"text": "bro')
+    (tmp_path / "in/b.jsonl").write_text('not json\nnor this\n{"text": "good one"}\n')
+    prepare([tmp_path / "in"], tmp_path / "shards", tokenizer="bytes", val_fraction=0)
+    (report,) = json.loads((tmp_path / "shards/prepare.json").read_text()).values()
+    assert report["passed_over"] == [["a.jsonl", "broken JSON"], ["b.jsonl", "broken JSON"]]
+    with pytest.raises(UserError, match="jsonl cannot be read \\(broken JSON\\), and --strict was given"):
+        prepare([tmp_path / "in"], tmp_path / "strict", tokenizer="bytes", strict=True, val_fraction=0)

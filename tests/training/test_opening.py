@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -21,8 +22,11 @@ from mambakit.cli import main
 from mambakit.config import ConfigError, resolve
 from mambakit.data.prepare import prepare
 from mambakit.data.shards import Index, SplitCounts, read_index
+from mambakit.evaluation import baselines
+from mambakit.files import UserError
+from mambakit.training import loop
 from mambakit.training.passes import PlainPass
-from mambakit.training.run import train
+from mambakit.training.run import train, training_steps
 from mambakit.training.sizing import Cost, cost, default_settings
 from mambakit.verify import verify
 
@@ -388,3 +392,67 @@ def test_a_stop_before_the_first_step_says_that_changed_settings_are_not_kept(
     result = train({"train": {"steps": 20}, "optim": {"lr": 1e-3}}, out=copy, resume=True)
     assert (result.step, result.stopped_by) == (12, "SIGTERM")
     assert "and the settings that were changed now: no step was taken with them" in capsys.readouterr().err
+
+
+def test_a_run_that_began_with_other_weights_never_begins_with_new_ones(
+    finished: Path, shards: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for record in training_steps(settings(shards, train={"steps": 9}), out=run, init_from=finished):
+        if record["step"] == 1:
+            break
+    told = json.loads((run / "history.jsonl").read_text().splitlines()[0])
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match=f"began with the weights of {told['init_from']}, and has no checkpoint"):
+        train({}, out=run, resume=True, quiet=True)
+    train({"train": {"steps": 2}}, out=run, resume=True, init_from=finished, quiet=True)
+    assert json.loads((run / "history.jsonl").read_text().splitlines()[0])["init_from"] == told["init_from"]
+
+
+def test_where_a_run_came_from_is_known_before_its_first_step(
+    finished: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(shards, train={"steps": 4})
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainPass, "__call__", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config, out=tmp_path / "run", init_from=finished, quiet=True)
+    train({"optim": {"lr": 1e-4}}, out=tmp_path / "run", resume=True, quiet=True)
+    lines = [json.loads(line) for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    assert lines[0]["data"] == [str(shards)] and lines[0]["init_from"].startswith(str(finished))
+    assert any("optim.lr" in change for line in lines for change in line["changed"])
+
+
+def test_a_resume_where_nothing_is_says_that_a_run_begins(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--resume", "--out", str(tmp_path / "misspelt")]) == 2
+    assert f"there is no run in {tmp_path / 'misspelt'} yet" in capsys.readouterr().err
+
+
+def test_memory_that_is_too_small_is_told_wherever_it_ends(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
+
+    for number, (place, told) in enumerate({
+        "update": "AdamW's averages do not fit in the memory of cpu",
+        "score": "evaluations do not fit in the memory of cpu; lower --train.eval-batch-rows",
+    }.items()):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, place, fails)
+            with pytest.raises(UserError, match=told):
+                train(settings(shards), out=tmp_path / str(number), quiet=True)
+    assert native.checkpoints(tmp_path / "1")[0].name == "step_00000004"  # before its evaluation
+    whole, calls = PlainPass.__call__, itertools.count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainPass, "__call__", lambda *inputs: fails() if next(calls) == 3 else whole(*inputs))
+        patch.setattr(native, "snapshot", fails)
+        with pytest.raises(
+            UserError, match="micro-batches of 4 rows do not fit .*too small to save, too: what is kept"
+        ):
+            train(settings(shards), out=tmp_path / "2", quiet=True)
+    monkeypatch.setattr(baselines, "score", fails)
+    assert main(["evaluate", str(tmp_path / "1"), "--data", str(shards)]) == 1
+    assert "mambakit: there is too little memory" in capsys.readouterr().err

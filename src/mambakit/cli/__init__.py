@@ -53,6 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (RuntimeError, MemoryError) as error:
+        from ..measure import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        say(f"mambakit: there is too little memory ({why}); take smaller batches or a smaller model")
+        return 1
     except KeyboardInterrupt:
         kept = "; what is done is kept, and the same command goes on from there" if arguments[0] == "prepare" else ""
         say(f"mambakit: interrupted{kept}")

@@ -374,7 +374,7 @@ def verify(
       mambakit verify shards
       mambakit verify run run/checkpoints/step_00000100 --json
     """
-    from ..verify import has_checksums
+    from ..verify import WITH_CHECKSUMS
     from ..verify import verify as run
 
     if not path:
@@ -389,7 +389,8 @@ def verify(
         print_json(problems)
     else:
         for name, found in problems.items():
-            good = "good" if has_checksums(Path(name)) else "it opens, and its weights are finite; it has no checksums"
+            has_checksums = any((Path(name) / mark).exists() for mark in WITH_CHECKSUMS)
+            good = "good" if has_checksums else "it opens, and its weights are finite; it has no checksums"
             print_line(f"{name}: {good if not found else '1 problem' if len(found) == 1 else f'{len(found)} problems'}")
             for problem in found:
                 print_line(f"  {problem}")

@@ -22,7 +22,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config {path} has {path.stat().st_size} bytes; need at most a million")
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text, parse_float=_number) if path.suffix == ".json" else read_yaml(text)
+        is_json = path.suffix == ".json"
+        values = json.loads(text, parse_float=_number, object_pairs_hook=_unique) if is_json else read_yaml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the config {path} cannot be read: {error}") from None
     if values is None:
@@ -56,7 +57,9 @@ def read_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _unique([(self.construct_object(key, deep=True), None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
 
     with_exponent = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$")
     Loader.add_implicit_resolver("!number", with_exponent, list("-+.0123456789"))
@@ -65,6 +68,14 @@ def read_yaml(text: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Settings by name. One that is given twice would win over the first silently."""
+    for number, (name, _) in enumerate(pairs):
+        if any(name == other for other, _ in pairs[:number]):
+            raise ValueError(f"{name} is there twice")
+    return dict(pairs)
 
 
 def _number(text: str) -> int | float:

@@ -24,7 +24,9 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
     problems: list[str] = []
     for layer in ({"model": "small"}, *layers):
         given = _without_presets(layer, problems)
-        if _names_model(layer):  # a model by name replaces the one before completely
+        model = layer.get("model")
+        # A model by name replaces the one before completely.
+        if isinstance(model, str) or (isinstance(model, Mapping) and model.get("preset") is not None):
             values.pop("model", None)
         values = merge(values, given)
     model = values.get("model") or {}
@@ -54,11 +56,6 @@ def resolve(*layers: Mapping[str, Any], vocab_size: int | None = None) -> RunCon
 
 def _is_named(key: str, problems: Sequence[str]) -> bool:
     return any(re.match(rf"{re.escape(key)}\b", problem) for problem in problems)
-
-
-def _names_model(layer: Mapping[str, Any]) -> bool:
-    model = layer.get("model")
-    return isinstance(model, str) or (isinstance(model, Mapping) and model.get("preset") is not None)
 
 
 def _without_presets(layer: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

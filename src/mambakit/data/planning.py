@@ -77,7 +77,9 @@ class PrepareJob:
 
     @property
     def workers(self) -> int:
-        return self.config.workers or _num_cores()
+        """As many as the cores that this process may use: in a job of a cluster, that is not all of the machine."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.config.workers or cores
 
     @property
     def separator(self) -> str | None:
@@ -85,11 +87,6 @@ class PrepareJob:
 
     def settings(self, val_fraction: float, tokenizer: str = "", layout: str = "") -> TaskSettings:
         return TaskSettings(tokenizer, layout, val_fraction, self.reading, self._cleaning, self.separator)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use. In a job of a cluster, that is not all of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_sources(sources: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from ..files import UserError
 from ..progress import say
 from .datasets import Slice
 from .planning import PrepareJob, PreparePlan, listed, no_text
+from .reading import AS_TEXT
 from .separators import KEPT
 from .shards import SPLITS
 from .tasks import Findings, Source, TaskSettings
@@ -29,8 +30,10 @@ def check_merged(plan: PreparePlan, merged: dict[str, Findings], strict: bool) -
         reasons = _reasons(source, found)
         if not any(found.counts[split]["documents"] for split in SPLITS):
             raise no_text(source.name, reasons)
-        skipped = [listed(reasons)] if reasons else []
-        skipped += [f"inside them: {listed(found.notes)}"] if found.notes else []
+        skipped, inside = [listed(reasons)] if reasons else [], Counter(found.notes)
+        if as_text := inside.pop(AS_TEXT, 0):
+            say(f"{source.name}: {as_text} files of records are read as plain text; choose a column with --text-column")
+        skipped += [f"inside them: {listed(inside)}"] if inside else []
         if skipped:
             say(f"{source.name}: {sum(found.kinds.values())} files read; skipped: {'; '.join(skipped)}")
     if plan.settings.val_fraction and not any(found.counts["val"]["documents"] for found in merged.values()):

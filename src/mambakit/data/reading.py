@@ -40,6 +40,7 @@ class Format:
 
 
 NO_TEXT = "no text column"
+AS_TEXT = "no text column, and read as plain text"  # noted, but nothing is skipped
 LINES = (".jsonl", ".ndjson")  # read from beginning to end: compressed ones are not unpacked to disk
 FORMATS = {
     ".pdf": Format("PDF", "pdf.read"),
@@ -100,7 +101,10 @@ class Reading:
 
         def first() -> tuple[Unit, Parts]:
             file, ahead = waiting.popleft()
-            return file, self.parts(file, note, ahead.result() if ahead else None)
+            return file, self.parts(file, noting(file), ahead.result() if ahead else None)
+
+        def noting(file: Unit) -> Note:
+            return lambda reason, place="": note(reason, place or file.name)
 
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="read") as pool:
             try:
@@ -108,7 +112,8 @@ class Reading:
                     chosen = FORMATS.get(_suffix(file.name)) if isinstance(file, SourceFile) else None
                     ahead = None
                     if chosen and chosen.is_isolated and _suffix(file.name) not in self.own:
-                        ahead = pool.submit(isolated.read, file.path, chosen.function, self.text_column, note, readers)
+                        options = chosen.function, self.text_column, noting(file), readers
+                        ahead = pool.submit(isolated.read, file.path, *options)
                     waiting.append((file, ahead))
                     if len(waiting) > 2 * workers:
                         yield first()
@@ -131,7 +136,7 @@ class Reading:
                 return
             with file.path.open("rb") as stream:
                 if ahead is not None:
-                    yield from self._or_as_text(ahead, stream, FORMATS[_suffix(file.name)])
+                    yield from self._or_as_text(ahead, stream, FORMATS[_suffix(file.name)], note)
                 elif not packed.is_packed(file.name):
                     yield from self._read(stream, file.name, note, file.path)
                 elif _suffix(packed.inner_name(file.name)) in LINES:
@@ -161,9 +166,9 @@ class Reading:
                 shutil.copyfileobj(stream, copy)
                 copy.flush()
                 found = isolated.read(copy, chosen.function, self.text_column, note)
-        yield from self._or_as_text(found, stream, chosen)
+        yield from self._or_as_text(found, stream, chosen, note)
 
-    def _or_as_text(self, parts: Parts, stream: BinaryIO, chosen: Format) -> Parts:
+    def _or_as_text(self, parts: Parts, stream: BinaryIO, chosen: Format, note: Note) -> Parts:
         """The parts; or the whole file as text, if no column was named and it may be read as plain text."""
         is_empty = True
         try:
@@ -175,6 +180,7 @@ class Reading:
                 raise
             stream.seek(0)
             yield from text.read(stream)
+            note(AS_TEXT)
 
     def _unpacked(self, stream: BinaryIO, name: str, note: Note) -> Parts:
         found = False

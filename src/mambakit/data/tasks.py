@@ -30,7 +30,7 @@ from .datasets import Slice
 from .documents import Parts, Unreadable
 from .holding_out import FEW, SplitPiece, Survey, documents_of, limit_of, split_pieces
 from .readers.packed import is_packed
-from .reading import Reading, Unit
+from .reading import AS_TEXT, Reading, Unit
 from .separators import count_markers, cut_at, has_several
 from .shards import LAYOUTS, SPLITS, ShardWriter, SplitCounts, TokenLayout
 from .sources import Skipped
@@ -230,10 +230,10 @@ class TaskReport(Findings):
         self.skipped.append([file.name, reason])
 
     def note(self, reason: str, place: str = "") -> None:
-        if self.strict and place:
+        if self.strict and place and reason != AS_TEXT:
             raise UserError(f"{self.task.source.name}: {place} cannot be read ({reason}), and --strict was given")
         self.notes[reason] += 1
-        if place and len(self.inside) < MOST_LISTED:
+        if reason != AS_TEXT and place and len(self.inside) < MOST_LISTED and [place, reason] not in self.inside[-1:]:
             self.inside.append([place, reason])
 
     def unreadable(self, file: Unit, parts: Parts) -> Parts:

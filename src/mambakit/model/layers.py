@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from .recompute import Mix, Recipes, run
+from .state import LayerState
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4
 
@@ -36,6 +38,34 @@ class KeepsFp32(nn.Module):
             return result
 
         return nn.Module._apply(self, without_narrowing, recurse)
+
+
+class Mixer(KeepsFp32):
+    """What all mixers have: in_proj, decays, and a state of a few tensors. `_mix` does all after in_proj."""
+
+    dims: Any  # a Dims of config/mixers.py
+    in_proj: nn.Linear
+    A_log: nn.Parameter
+    _mix: Mix
+
+    def forward(
+        self,
+        hidden: Tensor,
+        doc_ids: Tensor | None = None,
+        state: LayerState | None = None,
+        recipes: Recipes | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
+        return run(self._mix, self.in_proj(hidden), doc_ids, state, recipes)
+
+    def _A(self) -> Tensor:
+        return -torch.exp(self.A_log)
+
+    def initial_state(self, batch_size: int) -> LayerState:
+        """The memory before any text: zeros."""
+        dtypes = {"conv": self.in_proj.weight.dtype, "ssm": self.A_log.dtype}
+        shapes = self.dims.state_shapes()
+        return {name: self.A_log.new_zeros(batch_size, *shape, dtype=dtypes[name]) for name, shape in shapes.items()}
 
 
 class DtProjection(KeepsFp32, nn.Linear):

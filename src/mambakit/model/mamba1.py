@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import Mamba1Dims
-from .layers import DtProjection, KeepsFp32, convolution, init_dt_bias_, init_linear_
-from .recompute import Recipes, run
+from .layers import DtProjection, Mixer, convolution, init_dt_bias_, init_linear_
+from .recompute import Recipes
 from .state import LayerState
 
 
-class Mamba1(KeepsFp32):
+class Mamba1(Mixer):
     fp32_parameters = ("A_log", "D")
     # Operators of whole rows. Where ranks share a row, parallel/ puts its own in their place.
     conv_split = staticmethod(ops.causal_conv1d_split)
@@ -52,16 +52,6 @@ class Mamba1(KeepsFp32):
         self.D.fill_(1)
         init_linear_(self.out_proj, scale=self.dims.num_layers**-0.5)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        doc_ids: Tensor | None = None,
-        state: LayerState | None = None,
-        recipes: Recipes | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
-        return run(self._mix, self.in_proj(hidden), doc_ids, state, recipes)
-
     def _mix(
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
@@ -84,9 +74,6 @@ class Mamba1(KeepsFp32):
         y, ssm_state = ops.selective_scan_step(x, state["ssm"], dt, self._A(), B, C, self.D, z, self.dt_proj.bias)
         return self.out_proj(y), {"conv": conv_state, "ssm": ssm_state}
 
-    def _A(self) -> Tensor:
-        return -torch.exp(self.A_log)
-
     def _select(self, x: Tensor, recipes: Recipes | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """dt (…, D) before its bias, B and C (…, N), all chosen by the token."""
         states = self.dims.state_size
@@ -98,11 +85,3 @@ class Mamba1(KeepsFp32):
             narrow = dt.detach()
             recipes.add(wide, lambda: self.dt_proj(narrow))
         return wide, B, C
-
-    def initial_state(self, batch_size: int) -> LayerState:
-        """The memory before any text: zeros."""
-        shapes = self.dims.state_shapes()
-        return {
-            "conv": self.A_log.new_zeros(batch_size, *shapes["conv"], dtype=self.in_proj.weight.dtype),
-            "ssm": self.A_log.new_zeros(batch_size, *shapes["ssm"]),
-        }

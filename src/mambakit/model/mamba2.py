@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import Mamba2Dims
-from .layers import KeepsFp32, NormWeight, convolution, init_dt_bias_, init_linear_
-from .recompute import Recipes, run
+from .layers import Mixer, NormWeight, convolution, init_dt_bias_, init_linear_
+from .recompute import Recipes
 from .state import LayerState
 
 A_RANGE = (1.0, 16.0)
 
 
-class Mamba2(KeepsFp32):
+class Mamba2(Mixer):
     fp32_parameters = ("dt_bias", "A_log", "D")
     # Operators of whole rows and whole layers. Where ranks share them, parallel/ puts its own in their place.
     conv_ssd_norm = staticmethod(ops.conv_ssd_norm)
@@ -54,16 +54,6 @@ class Mamba2(KeepsFp32):
         self.norm.reset_parameters()
         init_linear_(self.out_proj, scale=self.dims.num_layers**-0.5)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        doc_ids: Tensor | None = None,
-        state: LayerState | None = None,
-        recipes: Recipes | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        """hidden (B, L, d_model) -> the same shape, and the state after the last token."""
-        return run(self._mix, self.in_proj(hidden), doc_ids, state, recipes)
-
     def _mix(
         self, projected: Tensor, doc_ids: Tensor | None, state: LayerState | None, recipes: Recipes | None
     ) -> tuple[Tensor, LayerState]:
@@ -92,9 +82,6 @@ class Mamba2(KeepsFp32):
         )
         return self.out_proj(self._gated_norm(y, z)), {"conv": conv_state, "ssm": ssm_state}
 
-    def _A(self) -> Tensor:
-        return -torch.exp(self.A_log)
-
     def _heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (…, H, P), B and C (…, G, N)."""
         groups, states = self.dims.num_groups, self.dims.state_size
@@ -106,11 +93,3 @@ class Mamba2(KeepsFp32):
         """rms(y silu(z)), (…, H P)."""
         group_size = self.dims.norm_group
         return self.gated_norm(y.flatten(-2), self.norm.weight, eps=self.dims.norm_eps, gate=z, group_size=group_size)
-
-    def initial_state(self, batch_size: int) -> LayerState:
-        """The memory before any text: zeros."""
-        shapes = self.dims.state_shapes()
-        return {
-            "conv": self.A_log.new_zeros(batch_size, *shapes["conv"], dtype=self.in_proj.weight.dtype),
-            "ssm": self.A_log.new_zeros(batch_size, *shapes["ssm"]),
-        }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import sync
+from ..files import json_lines, sync
 from ..measure import environment
 
 if TYPE_CHECKING:
@@ -20,14 +19,14 @@ NAME = "history.jsonl"
 Origin = Mapping[str, Any]  # what a new run was made of: `data` as it was named, and `init_from`
 
 
-def named_data(folder: Path) -> str:
-    """The data as it was named when the run was begun, for a message."""
-    named: list[Any] = next((line["data"] for line in _read(folder / NAME) if isinstance(line.get("data"), list)), [])
-    return " ".join(str(path) for path in named)
+def origin_of(folder: Path, name: str) -> str:
+    """What the run was begun with, for a message: its `data` as it was named, or `init_from`, or nothing."""
+    found = next((line[name] for line in _read(folder / NAME) if line.get(name)), "")
+    return " ".join(map(str, found)) if isinstance(found, list) else str(found)
 
 
 def note(run: Run, step: int) -> None:
-    """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped."""
+    """Add a line: what holds after `step`. Lines of steps that are computed anew are dropped, but not the origin."""
     about, path = environment(run.device), run.folder / NAME
     line = {
         "step": step,
@@ -36,9 +35,13 @@ def note(run: Run, step: int) -> None:
         "dtype": str(run.dtype).removeprefix("torch."),
         "versions": about["versions"],
         "changed": list(run.changed),
-        **{name: value for name, value in run.origin.items() if value},
     }
-    kept = [other for other in _read(path) if other["step"] < step]
+    before = [] if run.start.is_new else _read(path)
+    kept = [other for other in before if other["step"] < step]
+    for name in ("data", "init_from"):
+        known = run.origin.get(name) or next((other[name] for other in before if other.get(name)), None)
+        if known and not any(other.get(name) for other in kept):
+            line[name] = known
     beside = path.with_name(f".{NAME}.{os.getpid()}")
     beside.write_text("".join(json.dumps(each) + "\n" for each in [*kept, line]), encoding="utf-8")
     sync(beside)
@@ -46,11 +49,5 @@ def note(run: Run, step: int) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    found = []
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(text)
-                if isinstance(line, dict) and isinstance(line.get("step"), int):
-                    found.append(line)
-    return found
+    lines = json_lines(path) if path.is_file() else ()
+    return [line for line in lines if line is not None and isinstance(line.get("step"), int)]

@@ -165,15 +165,18 @@ def step(run: Run) -> None:
         if isinstance(error, torch.AcceleratorError):
             raise  # the device can no longer be read
         restore_random_states(random, run.device)
+        if is_out_of_memory(error):
+            mend = "lower --train.micro-batch-rows or --data.sequence-length, or take --train.recompute block"
+            raise _too_little_memory(run, f"micro-batches of {config.micro_batch_rows} rows", mend) from error
         if not isinstance(error, StopRequested):
             _save_what_is_done(run)
-        if is_out_of_memory(error):
-            raise UserError(
-                f"micro-batches of {config.micro_batch_rows} rows do not fit in the memory of {run.device}; lower "
-                f"--train.micro-batch-rows, or take --train.recompute block ({str(error).splitlines()[0]})"
-            ) from None
         raise
-    norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip)
+    try:
+        norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"AdamW's averages do not fit in the memory of {run.device}; take a smaller --model") from error
     run.carried = states
     num_tokens = batch.tokens.numel()
     progress.step += 1
@@ -184,6 +187,18 @@ def step(run: Run) -> None:
     run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress))
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
+
+
+def _too_little_memory(run: Run, what: str, mend: str) -> UserError:
+    """Save what is done, as far as memory allows, and tell what does not fit."""
+    lost = ""
+    try:
+        _save_what_is_done(run)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        lost = f"; the memory was too small to save, too: what is kept is step {max(0, run.saved_step):,}"
+    return UserError(f"{what} do not fit in the memory of {run.device}; {mend}{lost}")
 
 
 def _save_what_is_done(run: Run) -> None:
@@ -330,9 +345,11 @@ def _with_enough_memory(run: Run, work: Callable[[Run], Found]) -> Found:
     """What `work` gives. Where the GPU's memory is too small, that of the captured passes is released first."""
     try:
         return work(run)
-    except torch.OutOfMemoryError:
-        if not isinstance(run.run_micro_batch, GraphedPass) or not run.run_micro_batch.is_captured:
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
+        if not isinstance(run.run_micro_batch, GraphedPass) or not run.run_micro_batch.is_captured:
+            raise _too_little_memory(run, "evaluations", "lower --train.eval-batch-rows") from error
     run.run_micro_batch.release()
     return work(run)
 

@@ -162,6 +162,8 @@ def _opened(
             check_folder(folder, resume)
             stack.enter_context(_locked(folder))
             start = Start.of(folder, resume, init_from)
+            if resume and start.is_new:
+                say(f"there is no run in {folder} yet; a new one begins")
             config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
             return {
                 "start": start.to_json(),
@@ -181,6 +183,8 @@ def _opened(
         run = _assemble(start, config, world, ranks, shards, batches, decided["origin"])
         if run.metrics is not None:
             stack.enter_context(contextlib.closing(run.metrics))
+        if world.is_first and start.is_new:
+            history.note(run, run.progress.step)  # where it came from, whatever happens before its first step
         if start.init_from is not None:
             save(run)  # before config.json, which makes it a run: no seed can draw these weights again
         if world.is_first and not (start.folder / "config.json").exists():
@@ -205,7 +209,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
     if not start.is_new and config.data.path and not os.path.lexists(config.data.path[0]) and not has_batches:
-        named = history.named_data(start.folder)
+        named = history.origin_of(start.folder, "data")
         raise UserError(
             f"the shards of this run, {config.data.path[0]}, are gone; name its data again with --data"
             f"{f' {named}' if named else ', as when it was begun'}"

@@ -14,8 +14,9 @@ from ..config import ConfigError, read_run_config
 from ..data.shards import TOKENIZER
 from ..files import UserError, path_of
 from ..progress import say
+from . import history
 
-WRITTEN_FIRST = {"lock", "parameters.txt"}  # all that a run has which was killed before its first step
+WRITTEN_FIRST = {"lock", "parameters.txt", history.NAME}  # all that a run has which was killed before its first step
 Resume = bool | str | Path  # from the newest good checkpoint, or from the one named
 
 
@@ -68,6 +69,11 @@ class Start:
             return cls.of_model(init_from, folder)
         if newest is not None:
             return cls(folder, newest, None, (stored,), is_new=False)
+        if init_from is None and (began_with := history.origin_of(folder, "init_from")):
+            raise UserError(
+                f"{folder} began with the weights of {began_with}, and has no checkpoint; to begin it again, add "
+                f"--init-from {began_with}"
+            )
         new = cls.of_model(init_from, folder)  # killed before the first checkpoint
         return replace(new, settings=(stored, *new.settings), is_new=False)
 

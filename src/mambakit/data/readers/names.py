@@ -38,8 +38,6 @@ _BY_NAME = _kinds("""
     Starlark: build workspace tiltfile; shell: configure; Meson: meson.build; Just: justfile; Procfile: procfile
     Go: go.mod
 """)
-TEXT_SUFFIXES = frozenset(f".{suffix}" for suffix in _BY_SUFFIX)
-TEXT_NAMES = frozenset(_BY_NAME)
 
 
 def kind_of(name: str) -> str:
