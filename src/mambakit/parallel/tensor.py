@@ -145,13 +145,13 @@ def _mixer(mixer: Mamba1 | Mamba2, sharing: Sharing, group: Group) -> Mamba1 | M
     dims = dataclasses.replace(mixer.dims, num_ranks=sharing.ranks)
     if isinstance(dims, Mamba2Dims):
         dims = dataclasses.replace(dims, num_groups=len(sharing.groups))
-    local = type(mixer)(dims).to(mixer.in_proj.weight.dtype)  # type: ignore[arg-type]
+    local = type(mixer)(dims).to(mixer.in_proj.weight.dtype)
     _become(local.in_proj, ColumnParallel, group)
     _become(local.out_proj, RowParallel, group)
     if isinstance(local, Mamba1):
         _become(local.x_proj, SelectParallel, group)
     else:
-        _share_heads(local, mixer.dims, sharing, group)  # type: ignore[arg-type]
+        _share_heads(local, mixer.dims, sharing, group)
     return local
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +24,7 @@ from ..files import UserError
 
 OPENING = timedelta(hours=24)  # the first rank may be preparing text
 STEPPING = timedelta(minutes=30)  # the first step compiles
+HEARING_SECONDS = 20.0  # for the others to learn that the first rank has failed
 FIRST_PORT, NUM_PORTS = 20_000, 40_000
 Found = TypeVar("Found")
 
@@ -91,6 +93,7 @@ class World:
         if not self.is_first:
             answer = json.loads(self.store.get(key))
             if "status" in answer:
+                self.store.add(f"{key}/heard", 1)
                 raise DecidedElsewhere(answer["status"])
             found: Found = answer["value"]
             return found
@@ -98,9 +101,16 @@ class World:
             value = work()
         except BaseException as error:
             self.store.set(key, json.dumps({"status": 2 if isinstance(error, UserError) else 1}))
+            self._wait_until_heard(f"{key}/heard")
             raise
         self.store.set(key, json.dumps({"value": value}))
         return value
+
+    def _wait_until_heard(self, key: str) -> None:
+        """The store may be in this process: it ends when the others have read what is in it."""
+        deadline = time.monotonic() + HEARING_SECONDS
+        while self.store.add(key, 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def together(self, work: Callable[[], Found]) -> Found:
         """What `work` gives here. Where it fails on any rank, it fails on all: with its own error, or quietly."""

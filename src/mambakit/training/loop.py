@@ -202,8 +202,8 @@ def _too_little_memory(run: Run, what: str, mend: str) -> UserError:
 
 
 def _save_what_is_done(run: Run) -> None:
-    """Before an error ends the run. A run that has not begun leaves nothing."""
-    if run.progress.step:
+    """Before an error ends the run. A run that has not begun leaves nothing, and one rank alone cannot save."""
+    if run.progress.step and run.world.is_one:
         save(run)
 
 
