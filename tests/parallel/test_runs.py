@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -160,3 +161,24 @@ def test_a_rank_that_dies_ends_the_others(shards: Path, tmp_path: Path) -> None:
     assert process.returncode not in (0, 75) and time.monotonic() - begin < 60, told
     assert run(2, "--resume", "--out", tmp_path / "run", "--train.steps", "60")[0] in (0, 2)
     assert not list(verify(tmp_path / "run"))
+
+
+def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:
+    file = config_file(tmp_path, settings(shards, "mamba2"))
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        port = opened.getsockname()[1]
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mambakit", "train", str(file), "--out", str(tmp_path / "run"), "--optim.lr", rate],
+            env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, rate in enumerate(("1e-3", "2e-3"))
+    ]
+    told = [process.communicate(timeout=90)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], told
+    assert "rank 1 and rank 0 differ in what they were told" in told[0] and told[1] == ""
+    assert not (tmp_path / "run").exists()

@@ -7,6 +7,7 @@ store, never pickled objects.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -138,11 +140,15 @@ class World:
         self.store.set(f"mambakit/{self._messages}/{self.rank}", mine)
         others = [self.store.get(f"mambakit/{self._messages}/{rank}").decode() for rank in range(self.size)]
         different = [rank for rank, other in enumerate(others) if other != others[0]]
-        if different and self.is_first:
-            named = ", ".join(map(str, different))
-            raise UserError(f"ranks {named} have another {what} than rank 0: {others[different[0]]}")
-        if different:
+        if not different:
+            return
+        heard = f"mambakit/{self._messages}/heard"
+        if not self.is_first:
+            self.store.add(heard, 1)
             raise DecidedElsewhere(2)
+        self._wait_until_heard(heard)
+        named = f"rank{'s' * (len(different) > 1)} {', '.join(map(str, different))}"
+        raise UserError(f"{named} and rank 0 differ in {what}: {others[different[0]]} there, {others[0]} here")
 
     def sums(self, *numbers: float) -> list[float]:
         """The sum of each number over all ranks."""
@@ -151,6 +157,14 @@ class World:
         values = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(values)
         return values.tolist()
+
+
+def code_digest() -> str:
+    """Of the files of this package: ranks on different machines may have different ones."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:

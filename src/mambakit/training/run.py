@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import shlex
@@ -27,7 +28,7 @@ from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_m
 from ..files import LockedError, UserError, lock, path_of, replace_json
 from ..measure import matmul_flops
 from ..model import MambaLM
-from ..parallel import DecidedElsewhere, Mesh, Ranks, World, parallelize, sharing_problems
+from ..parallel import DecidedElsewhere, Mesh, Ranks, World, code_digest, parallelize, sharing_problems
 from ..progress import say, silence
 from . import history
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
@@ -172,12 +173,19 @@ def _opened(
                 "origin": origin,
             }
 
+        if not world.is_one:
+            if batches is not None:
+                raise ConfigError("batches of your own work in one process alone so far")
+            world.same("their code", code_digest())
+            world.same("what they were told", json.loads(json.dumps([*layers, out, resume, init_from], default=str)))
         decided = world.decide(decide)
         start, config = Start.of_json(decided["start"]), resolve(decided["config"])
         shards = Path(decided["shards"]) if decided["shards"] else None
         device = choose_device(config.parallel.device)
         stack.callback(world.leave)
         world.start(device)
+        if shards is not None:
+            world.same("their data", read_index(shards).fingerprint)
         mesh = mesh_of(config, world, device)
         ranks = build(start, config, device, mesh)
         run = _assemble(start, config, world, ranks, shards, batches, decided["origin"])
