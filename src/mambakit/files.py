@@ -100,6 +100,11 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
             yield record if isinstance(record, dict) else None
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed. On a CPU, torch has no error of its own for it."""
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in str(error)
+
+
 def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
     """sha256 of a file; `advance` is called with the number of bytes of each block read."""
     digest = hashlib.sha256()

@@ -197,11 +197,6 @@ def process_seconds() -> float | None:
         return None
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. On a CPU, torch has no error of its own for it."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
     """The peak in bytes: of the GPU, with `hidden_bytes` that torch does not count, or of this process, if known."""
     if device.type == "cuda":

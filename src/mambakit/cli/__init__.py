@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from .. import __version__
-from ..files import RunError, UserError, is_full
+from ..files import RunError, UserError, is_full, is_out_of_memory
 from ..progress import say
 from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
 from .output import print_line
@@ -54,15 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (RuntimeError, MemoryError) as error:
-        from ..measure import is_out_of_memory
-
         if not is_out_of_memory(error):
             raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         say(f"mambakit: there is too little memory ({why}); take smaller batches or a smaller model")
         return 1
     except KeyboardInterrupt:
-        kept = "; what is done is kept, and the same command goes on from there" if arguments[0] == "prepare" else ""
+        kept = {
+            "prepare": "; what is done is kept, and the same command goes on from there",
+            "train": "; the same command with --resume goes on",
+        }.get(arguments[0], "")
         say(f"mambakit: interrupted{kept}")
         return 130
     except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:

@@ -38,7 +38,7 @@ ValFraction = Annotated[
         ge=0,
         lt=1,
         description="share of the text held out for validation: whole documents, or blocks where documents are few; "
-        "unless set, 0.02, and up to 0.1 where that is less than 128 KiB; blocks are whole, so small texts give more",
+        "unless set, 0.02, and up to 0.1 where that is less than 128 KiB; blocks are whole: small texts vary",
     ),
 ]
 Separator = Annotated[

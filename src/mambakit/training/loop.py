@@ -25,9 +25,9 @@ from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
 from ..evaluation import Score, score
-from ..files import RunError, UserError, replace_json
+from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..generate import generate_text
-from ..measure import Moment, Numbers, is_out_of_memory, peak_memory
+from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
 from ..parallel import Ranks, World
 from . import history

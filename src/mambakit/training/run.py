@@ -329,9 +329,11 @@ def _assemble(
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     shape = config.micro_batch_rows, config.data.sequence_length
     display = Display(total_steps, progress.step, config.track.log_every)
-    metrics = (
-        MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0) if world.is_first else None
-    )
+    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
+        replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
+    flops, metrics = matmul_flops(device, dtype), None
+    if world.is_first:
+        metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
     sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
     run = Run(
@@ -341,7 +343,7 @@ def _assemble(
             graphed=config.train.cuda_graph and ranks.can_be_captured,
         ),
         optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
-        total_steps=total_steps, matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
+        total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
         recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
@@ -391,9 +393,12 @@ def _is_tokenizer_of(folder: Path, spec: str) -> bool:
 def _train(run: Run) -> Iterator[dict[str, Any]]:
     if run.is_done and run.saved_step == run.progress.step:
         tidy(run)
-        say(
-            f"the run is complete: {run.progress.step:,} steps. To train on: --train.steps, or --init-from {run.folder}"
-        )
+        ended, more = f"the run is complete: {run.progress.step:,} steps", "--train.steps"
+        if run.stopped_early:
+            patience = run.config.train.early_stop
+            ended = f"the run ended early, at step {run.progress.step:,}: {patience} evaluations without gain"
+            more = "--train.early-stop null, or more evaluations"
+        say(f"{ended}. To train on: {more}, or --init-from {run.folder}")
         return
     try:
         yield from loop(run)

@@ -252,7 +252,8 @@ def _lines(stream: BinaryIO) -> Generator[str | None]:
             else:
                 yield line
     finally:
-        wrapper.detach()
+        if not stream.closed:  # by a reader that was given up half-way
+            wrapper.detach()
 
 
 def _codec(stream: BinaryIO) -> str:
