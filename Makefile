@@ -1,5 +1,6 @@
 # make test       what a change must pass, in a virtualenv of its own, on the wheel a user would install
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
+# make test-distributed  models and runs on two and four ranks
 # make demo       train a small model on this machine, from the same wheel
 # make lint       ruff and mypy
 
@@ -15,13 +16,18 @@ LONG := tests/training tests/data/test_readers_encodings.py tests/data/test_isol
 JOBS ?= 2
 SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: test test-long demo lint bench clean
+DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py
+
+.PHONY: test test-long test-distributed demo lint bench clean
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED))
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
+
+test-distributed: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(DISTRIBUTED)
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py

@@ -76,7 +76,7 @@ def train(options: argparse.Namespace, backend: str, nudge: int) -> list[float]:
         for parameter in model.parameters():
             parameter.data.mul_(1 + 1e-7 * torch.randn_like(parameter))
     optim = OptimConfig(lr=options.lr, warmup_steps=min(20, options.steps))
-    optimizer = make_optimizer(model, optim, device)
+    optimizer = make_optimizer(dict(model.named_parameters()), optim, device)
     stream = TokenStream(options.data, "train")
     batches = iter(Loader(stream, DataConfig(path=str(options.data), sequence_length=options.length), options.rows))
     pass_over = make_pass(

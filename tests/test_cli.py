@@ -184,7 +184,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no folder": (["evaluate", "nowhere", "--data", "mixed"], "nowhere is not a folder"),
     "command": (["trian"], "there is no command 'trian'; did you mean train?"),
     "verify what": (["verify"], "there is nothing to verify; name shard folders, checkpoints, runs or model folders"),
-    "report nothing": (["report", "mixed"], "mixed holds no config.json"),
+    "report nothing": (["report", "mixed"], "mixed holds no metrics.jsonl"),
     "stream": (["generate", "empty", "--prompt", "a", "b", "--stream"], "--stream prints one text as it comes"),
 }  # fmt: skip
 

@@ -456,3 +456,27 @@ def test_memory_that_is_too_small_is_told_wherever_it_ends(
     monkeypatch.setattr(baselines, "score", fails)
     assert main(["evaluate", str(tmp_path / "1"), "--data", str(shards)]) == 1
     assert "mambakit: there is too little memory" in capsys.readouterr().err
+
+
+def test_a_run_that_ended_early_says_how_to_train_on(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(shards, train={"steps": 40, "eval_every": 1, "early_stop": 1}, optim={"lr": 0.3})
+    assert train(config, out=tmp_path / "run", quiet=True).step < 40
+    train({"train": {"steps": 50}}, out=tmp_path / "run", resume=True)
+    told = capsys.readouterr().err
+    assert "the run ended early, at step" in told and "--train.early-stop null" in told and "to do" not in told
+
+
+def test_an_interrupted_start_is_a_run_that_goes_on(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mambakit.training.run.matmul_flops", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(shards, train={"steps": 2}), out=tmp_path / "run", quiet=True)
+    assert train({}, out=tmp_path / "run", resume=True, quiet=True).step == 2
+    assert json.loads((tmp_path / "run/config.json").read_text())["model"]["d_model"] == 16

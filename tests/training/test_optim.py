@@ -11,6 +11,7 @@ from helpers import SMALL
 
 from mambakit import MambaLM, ModelConfig
 from mambakit.config import OptimConfig
+from mambakit.parallel import Ranks
 from mambakit.training.optim import (
     decay_groups,
     describe_groups,
@@ -27,7 +28,7 @@ def model_of(kind: str) -> MambaLM:
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
 def test_matrices_alone_are_decayed(kind: str) -> None:
-    groups = decay_groups(model_of(kind))
+    groups = decay_groups(dict(model_of(kind).named_parameters()))
     kinds = {
         group: {name.split(".")[-2] + "." + name.split(".")[-1] for name in names} for group, names in groups.items()
     }
@@ -41,7 +42,7 @@ def test_matrices_alone_are_decayed(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
 def test_every_parameter_is_in_one_group(kind: str) -> None:
     model = model_of(kind)
-    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.3), torch.device("cpu"))
+    optimizer = make_optimizer(dict(model.named_parameters()), OptimConfig(weight_decay=0.3), torch.device("cpu"))
     grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
@@ -54,7 +55,9 @@ def test_every_parameter_is_in_one_group(kind: str) -> None:
 def test_the_optimizer_survives_being_written_down() -> None:
     model, other = model_of("mamba1"), model_of("mamba1")
     other.load_state_dict(model.state_dict())
-    first, second = (make_optimizer(m, OptimConfig(), torch.device("cpu")) for m in (model, other))
+    first, second = (
+        make_optimizer(dict(m.named_parameters()), OptimConfig(), torch.device("cpu")) for m in (model, other)
+    )
     tokens = torch.randint(0, 50, (2, 9))
 
     def step(m: MambaLM, optimizer: torch.optim.AdamW) -> None:
@@ -66,9 +69,8 @@ def test_the_optimizer_survives_being_written_down() -> None:
 
     step(model, first)
     other.load_state_dict(model.state_dict())
-    load_optimizer_tensors(
-        other, second, {name: value.clone() for name, value in optimizer_tensors(model, first).items()}
-    )
+    written = {name: value.clone() for name, value in optimizer_tensors(Ranks(model), first).items()}
+    load_optimizer_tensors(Ranks(other), second, written)
     step(model, first)
     step(other, second)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):

@@ -18,6 +18,7 @@ from ..device import choose_device, choose_recompute, keep_freed_memory
 from ..files import UserError
 from ..measure import Moment, Numbers, Timing, peak_memory, process_seconds, release_memory
 from ..model import MambaLM, Output, State
+from ..parallel import Ranks
 from ..training.optim import make_optimizer, update
 from ..training.passes import Pass, PlainPass, make_pass
 from . import common
@@ -103,12 +104,13 @@ class Trainer:
             model.backbone.recompute = plan.recompute
             ways: dict[str, Any] = {"compiled": plan.compiled, "graphed": plan.graphed}
             self.run_micro_batch = make_pass(model, self.scaler, plan.dtype, shape=(plan.rows, plan.length), **ways)
-        self.optimizer = make_optimizer(self.model, OPTIM, plan.device)
+        self.ranks = Ranks(self.model)  # type: ignore[arg-type]
+        self.optimizer = make_optimizer(self.ranks.parameters, OPTIM, plan.device)
 
     def step(self, batch: RandomBatch) -> Tensor:
         """Run one step. Gives the loss, still on the device."""
         loss, *_ = self.run_micro_batch(*batch)
-        update(self.model, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
+        update(self.ranks, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
         return loss
 
 

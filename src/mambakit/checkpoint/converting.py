@@ -49,5 +49,7 @@ def _write(loaded: ModelFolder, target: Path, to: str) -> None:
         state_spaces.write(loaded.model, target, tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
     else:
         with new_folder(target, CheckpointError) as beside:
-            huggingface.contents(loaded.model, loaded.tokenizer, loaded.end_tokens).write_into(beside)
+            parameters = dict(loaded.model.named_parameters())
+            files = huggingface.contents(loaded.model.config, parameters, loaded.tokenizer, loaded.end_tokens)
+            files.write_into(beside)
             native.write_manifest(beside)

@@ -20,6 +20,8 @@ from torch import Tensor
 from .. import files
 from ..config import ModelConfig
 from ..model import MambaLM
+from ..parallel import Sliced
+from . import slices
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -103,17 +105,26 @@ class Contents:
 
     json: Mapping[str, Mapping[str, Any]]
     text: Mapping[str, str]
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Tensor | Sliced]]
 
     def write_into(self, folder: Path) -> None:
+        """All files. Of tensors in parts, only the room for them: `write_parts` writes these, on every rank."""
         for name in (*self.json, *self.text, *self.tensors):
             (folder / name).parent.mkdir(exist_ok=True)
         for name, tensors in self.tensors.items():
-            write_weights(folder / name, tensors)
+            if any(isinstance(tensor, Sliced) for tensor in tensors.values()):
+                slices.make_room(folder / name, tensors)
+            else:
+                write_weights(folder / name, tensors)  # type: ignore[arg-type]
         for name, text in self.text.items():
             (folder / name).write_bytes(text.encode())
         for name, value in self.json.items():
             files.write_json(folder / name, value)
+
+    def write_parts(self, folder: Path) -> None:
+        """This rank's parts of the tensors."""
+        for name, tensors in self.tensors.items():
+            slices.write_parts(folder / name, tensors)
 
 
 def tokenizer_files(tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> Contents:

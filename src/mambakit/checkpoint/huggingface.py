@@ -7,15 +7,17 @@ Names differ from ours in one place: transformers says `backbone.embeddings` whe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..config import ModelConfig
 from ..files import new_folder
 from ..model import MambaLM
+from ..parallel import Sliced
 from .files import CheckpointError, Contents, build_model, read_json, read_weights, tokenizer_files
 
 if TYPE_CHECKING:
@@ -43,18 +45,22 @@ def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, e
     if reason is not None:
         raise CheckpointError(f"this model cannot be written for transformers: {reason}")
     with new_folder(Path(folder), CheckpointError) as beside:
-        contents(model, tokenizer, end_tokens).write_into(beside)
+        contents(model.config, dict(model.named_parameters()), tokenizer, end_tokens).write_into(beside)
 
 
-def contents(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> Contents:
-    """The files of a model."""
-    config = config_to_huggingface(model.config)
+def contents(
+    model: ModelConfig,
+    parameters: Mapping[str, Tensor | Sliced],
+    tokenizer: Tokenizer | None,
+    end_tokens: Sequence[int],
+) -> Contents:
+    """The files of a model with these parameters."""
+    config = config_to_huggingface(model)
     config["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None
-    config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
+    config["dtype"] = str(parameters["backbone.embedding.weight"].dtype).removeprefix("torch.")
     tokenizing = tokenizer_files(tokenizer, end_tokens)
     weights = {
-        name.replace("backbone.embedding.", "backbone.embeddings."): parameter.detach()
-        for name, parameter in model.named_parameters()
+        name.replace("backbone.embedding.", "backbone.embeddings."): parameter for name, parameter in parameters.items()
     }
     return Contents({"config.json": config, **tokenizing.json}, tokenizing.text, {"model.safetensors": weights})
 

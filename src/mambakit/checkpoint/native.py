@@ -7,16 +7,20 @@ and checksum of all others, so that a folder that was copied or damaged in part 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import ModelConfig
 from ..files import checksum, is_intact, new_folder, read_json, sync, write_json
 from ..model import MambaLM
+from ..parallel import Sliced, World
 from ..progress import say
 from . import huggingface
 from .files import CheckpointError, Contents, open_weights, read_weight_file
@@ -24,6 +28,7 @@ from .state import TrainingState
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 FORMAT, VERSION = "mambakit-checkpoint", 1
 MANIFEST = "manifest.json"
@@ -47,9 +52,15 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def snapshot(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[int], state: TrainingState) -> Contents:
+def snapshot(
+    model: ModelConfig,
+    parameters: Mapping[str, Tensor | Sliced],
+    tokenizer: Tokenizer | None,
+    end_tokens: Sequence[int],
+    state: TrainingState,
+) -> Contents:
     """The files of a checkpoint, not written yet. Its tensors are those of the run, which go on changing."""
-    files = huggingface.contents(model, tokenizer, end_tokens)
+    files = huggingface.contents(model, parameters, tokenizer, end_tokens)
     return Contents(
         {**files.json, str(STATE): state.values(), str(CONFIG): state.config},
         files.text,
@@ -57,15 +68,27 @@ def snapshot(model: MambaLM, tokenizer: Tokenizer | None, end_tokens: Sequence[i
     )
 
 
-def write(run: Path, step: int, files: Contents) -> Path:
-    """Save a checkpoint, completely or not at all. An older one of this step is replaced once the new one is there."""
+def write(run: Path, step: int, files: Contents, world: World) -> Path:
+    """Save a checkpoint, completely or not at all. An older one of this step is replaced once the new one is there.
+
+    Every rank writes its parts of the tensors; the first one does all the rest. Where one fails, all do.
+    """
     folder = folder_of(run, step)
-    new = _newer(folder) if folder.exists() else folder
-    with new_folder(new, CheckpointError) as beside:
-        files.write_into(beside)
-        write_manifest(beside)
+    new = _newer(folder) if world.is_first and folder.exists() else folder
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> str:
+            beside = stack.enter_context(new_folder(new, CheckpointError))
+            files.write_into(beside)
+            return os.fsencode(beside).hex()
+
+        beside = Path(os.fsdecode(bytes.fromhex(world.decide(begin))))
+        world.together(lambda: files.write_parts(beside))
+        if world.is_first:
+            write_manifest(beside)
     if new != folder:
         _exchange(folder)
+    world.decide(lambda: None)  # the others go on when it is there
     return folder
 
 

@@ -6,7 +6,7 @@ Each part has its name here and nowhere else. native.py writes the state to file
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..model import State
+from ..parallel import Sliced
 
 
 @dataclass
@@ -32,20 +33,21 @@ class Progress:
 @dataclass(frozen=True)
 class TrainingState:
     progress: Progress
-    optimizer: Mapping[str, Tensor]  # by PARAMETER/KEY, however the parameters are grouped
+    optimizer: Mapping[str, Any]  # tensors by PARAMETER/KEY, however the parameters are grouped
     random: Mapping[str, Tensor]  # states of the random number generators, by type of device
     carried: State | None  # of the rows of a batch, with data.carry_state
     scaler: Mapping[str, Any]  # of fp16's loss scaling; empty without it
     fingerprint: str | None  # of the data and the order of its rows
     metrics_bytes: int  # length of metrics.jsonl
     config: Mapping[str, Any]  # the resolved config of the run
+    placed: Callable[[str, Tensor], Tensor | Sliced] = lambda name, tensor: tensor  # with its place on several ranks
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | Sliced]:
         """The tensors of the state but for the optimizer's, by name."""
         found = {f"random/{device}": state for device, state in self.random.items()}
         for number, layer in enumerate(self.carried.layers if self.carried else ()):
             found |= {f"carried/{number}/{name}": tensor for name, tensor in layer.items()}
-        return found
+        return {name: self.placed(name, tensor) for name, tensor in found.items()}
 
     def values(self) -> dict[str, Any]:
         """The numbers of the state, for JSON."""

@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"mambakit: there is too little memory ({why}); take smaller batches or a smaller model")
         return 1
     except KeyboardInterrupt:
-        kept = "; what is done is kept, and the same command goes on from there" if arguments[0] == "prepare" else ""
+        kept = {
+            "prepare": "; what is done is kept, and the same command goes on from there",
+            "train": "; the same command with --resume goes on",
+        }.get(arguments[0], "")
         say(f"mambakit: interrupted{kept}")
         return 130
     except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:

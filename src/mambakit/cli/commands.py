@@ -126,6 +126,7 @@ def train(
     resume: Annotated[tuple[str, ...] | None, flag(metavar="[CHECKPOINT]")] = None,
     init_from: Annotated[Path | None, flag("start with the weights of another model or run", "CHECKPOINT")] = None,
     write_config: Annotated[Path | None, flag("write the resolved config, and stop", "FILE")] = None,
+    gpus: Annotated[int | None, flag("start so many ranks, one for each GPU; without GPUs, on the CPU", "N")] = None,
     json: Json = False,
     settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
 ) -> int:
@@ -147,6 +148,10 @@ def train(
       data: a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once
       resume: go on from the newest good checkpoint of RUN, or from the one named; starts where there is none yet
     """
+    if gpus is not None and "RANK" not in os.environ:
+        from ..launch import run_ranks
+
+        return run_ranks(gpus)
     # A flag that takes several words takes the config too, if that comes last.
     if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
         config, resume = Path(resume[-1]), resume[:-1]
@@ -168,11 +173,13 @@ def train(
     from ..training.stopping import STOPPED_AFTER_SAVING
 
     result = train_layers(layers, out=out, resume=resume is not None and (resume or (True,))[0], init_from=init_from)
-    if json:
+    if json and result.is_first:
         reached = {name: getattr(result, name) for name in ("step", "total_steps", "best_loss", "stopped_by")}
         print_json({"run": str(result.folder), **reached, "checkpoint": str(result.checkpoint)})
     if result.stopped_by is not None:
         return STOPPED_AFTER_SAVING
+    if not result.is_first:
+        return 0
     place = shlex.quote(str(result.folder))
     say(f"try\n  mambakit generate {place} --prompt TEXT\n  mambakit report {place}")
     return 0

@@ -5,7 +5,16 @@ from .mixers import Mamba1Dims, Mamba2Dims
 from .model import UNKNOWN_VOCABULARY, ModelConfig
 from .reading import read_config, read_run_config, read_yaml, write_yaml
 from .resolving import resolve
-from .sections import SECTIONS, DataConfig, OptimConfig, PrepareConfig, Recompute, RunConfig, TrainConfig
+from .sections import (
+    SECTIONS,
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrepareConfig,
+    Recompute,
+    RunConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "SECTIONS",
@@ -16,6 +25,7 @@ __all__ = [
     "Mamba2Dims",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
     "PrepareConfig",
     "Recompute",
     "RunConfig",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 Shapes = dict[str, tuple[int, ...]]  # by name
@@ -27,6 +27,7 @@ class Dims(ABC):
     bias: bool
     conv_bias: bool
     norm_eps: float
+    num_ranks: int = field(default=1, kw_only=True)  # that share the inner width; the sizes are those of one of them
 
     kind: ClassVar[str]
     own_settings: ClassVar[tuple[str, ...]]  # of ModelConfig, which other kinds do not have
@@ -35,7 +36,7 @@ class Dims(ABC):
     @classmethod
     def of(cls, settings: Any) -> Any:
         """Of a ModelConfig."""
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls) if not field.kw_only})
 
     @classmethod
     def fill(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class Dims(ABC):
 
     @property
     def d_inner(self) -> int:
-        return self.expand * self.d_model
+        return self.expand * self.d_model // self.num_ranks
 
     @property
     @abstractmethod

@@ -38,7 +38,7 @@ ValFraction = Annotated[
         ge=0,
         lt=1,
         description="share of the text held out for validation: whole documents, or blocks where documents are few; "
-        "unless set, 0.02, and up to 0.1 where that is less than 128 KiB; blocks are whole, so small texts give more",
+        "unless set, 0.02, and up to 0.1 where that is less than 128 KiB; blocks are whole: small texts vary",
     ),
 ]
 Separator = Annotated[
@@ -239,6 +239,22 @@ class ParallelConfig(Settings):
         "auto", description="auto: the CUDA GPU where there is one, else the CPU"
     )
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; what torch chooses unless set")
+    shard: Literal["none", "optimizer", "full", "hybrid"] = Field(
+        "none",
+        description="what data-parallel ranks share among them: nothing (DDP), the optimizer's state (ZeRO-1), all "
+        "parameters (FSDP2), or all within shard_size ranks, with copies across (HSDP)",
+    )
+    shard_size: int | None = Field(None, ge=2, description="ranks of a group of hybrid; those of a machine unless set")
+    tp: int = Field(1, ge=1, description="tensor parallelism: ranks that share the width of each layer")
+    cp: int = Field(1, ge=1, description="context parallelism: ranks that share the length of each row")
+    reshard: bool = Field(True, description="full, hybrid: free a block's parameters after its forward pass")
+    prefetch: int = Field(1, ge=0, le=64, description="full, hybrid: blocks whose parameters are gathered ahead")
+    offload: bool = Field(False, description="full, hybrid: keep parameters and optimizer state in the CPU's memory")
+    reduce: Literal["last", "every"] = Field(
+        "last",
+        description="full, hybrid: sum gradients over ranks after the last micro-batch of a step, or after every one, "
+        "which takes less memory and more communication",
+    )
 
 
 class RunConfig(Settings):

@@ -51,6 +51,23 @@ class Batch:
     def rows(self, begin: int, end: int) -> Batch:
         return Batch(*(value[begin:end] for value in vars(self).values()))
 
+    def columns(self, begin: int, end: int) -> Batch:
+        """A part of the length of each row."""
+        if (begin, end) == (0, self.tokens.shape[1]):
+            return self
+        parts = {name: value[:, begin:end].contiguous() for name, value in vars(self).items() if name != "carries"}
+        return Batch(**parts, carries=self.carries)
+
+    def padded(self, multiple: int) -> Batch:
+        """With the last row repeated, not counted, until there are a multiple of so many."""
+        missing = -self.num_rows % multiple
+        if not missing:
+            return self
+        last = [self.num_rows - 1] * missing
+        values = {name: torch.cat([value, value[last]]) for name, value in vars(self).items()}
+        values["loss_mask"][self.num_rows :] = False
+        return Batch(**values)
+
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self

@@ -144,6 +144,8 @@ class Backbone(nn.Module):
 class MambaLM(nn.Module):
     """A Mamba or Mamba-2 language model. Parameters are named as state-spaces names them."""
 
+    cross_entropy = staticmethod(ops.linear_cross_entropy)  # parallel/ puts its own in its place
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -155,7 +157,7 @@ class MambaLM(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize all weights anew, for a model that was built on the meta device."""
         self.backbone.reset_parameters()
-        for block in self._blocks():
+        for block in self.blocks():
             block.norm.reset_parameters()
             block.mixer.reset_parameters()
         self.backbone.norm_f.reset_parameters()
@@ -202,7 +204,7 @@ class MambaLM(nn.Module):
         hidden, state = self.backbone(tokens, doc_ids, state)
         if targets is None:
             return Output(state, logits=self.lm_head(hidden))
-        loss_sum, num_targets = ops.linear_cross_entropy(hidden, self.lm_head.weight, targets, loss_mask=loss_mask)
+        loss_sum, num_targets = self.cross_entropy(hidden, self.lm_head.weight, targets, loss_mask=loss_mask)
         return Output(state, loss_sum=loss_sum, num_targets=num_targets)
 
     def step(self, token: Tensor, state: State | None = None) -> StepOutput:
@@ -213,15 +215,15 @@ class MambaLM(nn.Module):
 
     def initial_state(self, batch_size: int) -> State:
         """The memory before any text."""
-        return State(tuple(block.mixer.initial_state(batch_size) for block in self._blocks()))
+        return State(tuple(block.mixer.initial_state(batch_size) for block in self.blocks()))
 
-    def _blocks(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         return [block for block in self.backbone.layers if isinstance(block, Block)]
 
     def state_of(self, tensors: Sequence[Tensor]) -> State:
         """The state whose `tensors()` these are."""
         given = iter(tensors)
-        return State(tuple({name: next(given) for name in block.mixer.dims.state_shapes()} for block in self._blocks()))
+        return State(tuple({name: next(given) for name in block.mixer.dims.state_shapes()} for block in self.blocks()))
 
     def check_input(self, tokens: Tensor, dims: int, state: State | None = None) -> None:
         """Raise when tokens of `dims` dimensions, or a state, cannot belong to this model."""

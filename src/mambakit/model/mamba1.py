@@ -24,6 +24,9 @@ from .state import LayerState
 
 class Mamba1(Mixer):
     fp32_parameters = ("A_log", "D")
+    # Operators of whole rows. Where ranks share a row, parallel/ puts its own in their place.
+    conv_split = staticmethod(ops.causal_conv1d_split)
+    scan_split = staticmethod(ops.selective_scan_split)
 
     def __init__(self, dims: Mamba1Dims) -> None:
         super().__init__()
@@ -54,11 +57,11 @@ class Mamba1(Mixer):
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
         conv_before, ssm_before = (state["conv"], state["ssm"]) if state else (None, None)
-        x, x_again, gate, conv_state = ops.causal_conv1d_split(  # x (B, L, D)
+        x, x_again, gate, conv_state = self.conv_split(  # x (B, L, D)
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias, doc_ids=doc_ids, initial_state=conv_before
         )
         dt, B, C = self._select(x_again, recipes)
-        y, ssm_state = ops.selective_scan_split(
+        y, ssm_state = self.scan_split(
             x, dt, self._A(), B, C, self.D, gate, self.dt_proj.bias, doc_ids=doc_ids, initial_state=ssm_before
         )
         return self.out_proj(y), {"conv": conv_state, "ssm": ssm_state}

@@ -26,6 +26,9 @@ A_RANGE = (1.0, 16.0)
 
 class Mamba2(Mixer):
     fp32_parameters = ("dt_bias", "A_log", "D")
+    # Operators of whole rows and whole layers. Where ranks share them, parallel/ puts its own in their place.
+    conv_ssd_norm = staticmethod(ops.conv_ssd_norm)
+    gated_norm = staticmethod(ops.rms_norm)
 
     def __init__(self, dims: Mamba2Dims) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class Mamba2(Mixer):
     ) -> tuple[Tensor, LayerState]:
         """All after in_proj."""
         dims = self.dims
-        normed, y, conv_state, ssm_state = ops.conv_ssd_norm(
+        normed, y, conv_state, ssm_state = self.conv_ssd_norm(
             projected, self.conv1d.weight.squeeze(1), self.conv1d.bias,
             self._A(), self.D, self.dt_bias, self.norm.weight,
             head_dim=dims.head_dim, num_groups=dims.num_groups, eps=dims.norm_eps, group_size=dims.norm_group,
@@ -89,4 +92,4 @@ class Mamba2(Mixer):
     def _gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
         """rms(y silu(z)), (…, H P)."""
         group_size = self.dims.norm_group
-        return ops.rms_norm(y.flatten(-2), self.norm.weight, eps=self.dims.norm_eps, gate=z, group_size=group_size)
+        return self.gated_norm(y.flatten(-2), self.norm.weight, eps=self.dims.norm_eps, gate=z, group_size=group_size)

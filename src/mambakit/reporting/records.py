@@ -55,9 +55,8 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run folder. The run may still be going on, or may have been killed."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give a run folder, as made by mambakit train --out")
-    for name in ("config.json", "metrics.jsonl"):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder} holds no {name}; give a run folder, as made by mambakit train --out")
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder} holds no metrics.jsonl; give a run folder, as made by mambakit train --out")
     train, evals = ({key: array("d") for key in ("step", *keys)} for keys in (TRAIN_KEYS, EVAL_KEYS))
     samples: list[dict[str, Any]] = []
     unreadable = 0

@@ -24,11 +24,12 @@ from ..config import RunConfig
 from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
-from ..evaluation import score
+from ..evaluation import Score, score
 from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..generate import generate_text
 from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
+from ..parallel import Ranks, World
 from . import history
 from .data import TrainingData
 from .display import Display
@@ -63,13 +64,15 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     model: MambaLM
+    world: World
+    ranks: Ranks
     run_micro_batch: Pass
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     data: TrainingData
     total_steps: int
     matmul_flops: float
-    metrics: MetricsFile
+    metrics: MetricsFile | None  # of the first rank
     display: Display
     recorder: Recorder
     stopper: Stopper
@@ -103,6 +106,11 @@ class Run:
         """The signal that ended the run before its end."""
         return None if self.is_done else self.stopper.signal_name
 
+    def check_stop(self) -> None:
+        """Between batches. Several ranks stop together, between two steps."""
+        if self.world.is_one:
+            self.stopper.check()
+
 
 def loop(run: Run) -> Iterator[Record]:
     """Train to the end, or until told to stop; either way the last finished step is saved. Gives each record of
@@ -110,6 +118,7 @@ def loop(run: Run) -> Iterator[Record]:
     with run.stopper.listening(), run.display.shown():
         try:
             while True:
+                _agree_to_stop(run)
                 evaluate_and_sample(run)
                 if is_save_due(run):
                     save(run)
@@ -123,6 +132,13 @@ def loop(run: Run) -> Iterator[Record]:
         except (StopRequested, GeneratorExit):
             save(run)
             raise
+
+
+def _agree_to_stop(run: Run) -> None:
+    """A signal on any rank stops all of them."""
+    if not run.world.is_one and any(run.world.sums(float(run.stopper.signal_name is not None))):
+        run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
+        raise StopRequested
 
 
 def step(run: Run) -> None:
@@ -140,6 +156,7 @@ def step(run: Run) -> None:
         saved = "the run is saved" if progress.step else "there was none"
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; {saved}")
     random = random_states(run.device)
+    run.ranks.seed(config.train.seed, progress.step)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
     try:
         loss, states = _accumulate(run, batch)
@@ -155,7 +172,7 @@ def step(run: Run) -> None:
             _save_what_is_done(run)
         raise
     try:
-        norm = update(run.model, run.optimizer, run.scaler, rate, config.optim.clip)
+        norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -185,8 +202,8 @@ def _too_little_memory(run: Run, what: str, mend: str) -> UserError:
 
 
 def _save_what_is_done(run: Run) -> None:
-    """Before an error ends the run. A run that has not begun leaves nothing."""
-    if run.progress.step:
+    """Before an error ends the run. A run that has not begun leaves nothing, and one rank alone cannot save."""
+    if run.progress.step and run.world.is_one:
         save(run)
 
 
@@ -194,10 +211,12 @@ def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
     """Gradients of the mean loss over all targets of the batch; the loss; and the states after it, if carried."""
     rows = run.config.micro_batch_rows
     num_targets = torch.full((), max(1, batch.num_targets), dtype=torch.float32, device=run.device)
+    batch = _own_part(run, batch)
     loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
     states: list[State] = []
     for begin in range(0, batch.num_rows, rows):
-        run.stopper.check()
+        run.check_stop()
+        run.ranks.before_pass(is_last=begin + rows >= batch.num_rows)
         micro = batch.rows(begin, begin + rows).to(run.device)
         memory = _memory_before(run, micro, begin)
         micro_loss, *memory_after = run.run_micro_batch(
@@ -206,7 +225,14 @@ def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
         loss += micro_loss.to(loss)
         if memory_after:
             states.append(run.model.state_of(memory_after))
+    run.ranks.sum_(loss)
     return loss, State.join(states) if states else None
+
+
+def _own_part(run: Run, batch: Batch) -> Batch:
+    """This rank's rows of a batch, and its columns of them."""
+    begin, end = run.ranks.rows_of(batch.num_rows)
+    return batch.rows(begin, end).columns(*run.ranks.columns_of(batch.tokens.shape[1]))
 
 
 def _memory_before(run: Run, micro: Batch, begin: int) -> tuple[Tensor, ...]:
@@ -226,7 +252,7 @@ def record_last_step(run: Run) -> None:
     loss, norm = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
-    flops = run.config.model.flops_per_token(training=True) * step.num_tokens
+    flops = run.config.model.flops_per_token(training=True) * step.num_tokens / run.world.size
     run.matmul_flops = max(run.matmul_flops, flops / seconds)  # the machine may have been busy when it was measured
     record = {
         "type": "train",
@@ -242,8 +268,9 @@ def record_last_step(run: Run) -> None:
         "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
     }
     if not run.has_trained:  # until now the config on disk was that of the step before
-        replace_json(run.folder / "config.json", run.config.to_json())
-        history.note(run, step.progress.step - 1)
+        if run.world.is_first:
+            replace_json(run.folder / "config.json", run.config.to_json())
+            history.note(run, step.progress.step - 1)
         run.has_trained = True
     run.recorder.write(record)
     # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
@@ -273,6 +300,8 @@ def _set_unproven_aside(run: Run) -> None:
     """Set a checkpoint aside whose weights give no finite loss: no run can go on from it."""
     if run.proven_step < run.saved_step:
         folder = native.folder_of(run.folder, run.saved_step)
+        if not run.world.is_first:
+            return
         place = native.set_aside(run.folder, [folder] if folder.is_dir() else [])
         run.display.say(f"{folder.name} gives no finite loss; set aside in {place}")
         saved = native.checkpoints(run.folder)
@@ -280,7 +309,8 @@ def _set_unproven_aside(run: Run) -> None:
 
 
 def _check_weights(run: Run) -> None:
-    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+    is_finite = all(parameter.isfinite().all() for parameter in run.ranks.parameters.values())
+    if any(run.world.sums(float(not is_finite))):
         raise _diverged(run, run.progress.step, "weights are")
 
 
@@ -332,8 +362,13 @@ def _evaluate(run: Run) -> Record:
     assert run.data.val is not None
     rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
     run.display.doing("evaluating")
+    rows *= run.ranks.mesh.data_size
     batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
-    result = score(run.model, batches, dtype=run.dtype, before_batch=run.stopper.check)
+    own = (_own_part(run, batch.padded(run.ranks.mesh.data_size)) for batch in batches)
+    result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
+    if not run.world.is_one:
+        loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
+        result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
     run.display.doing("training")
     if not math.isfinite(result.loss):
         raise _diverged(run, run.progress.step, "the validation loss is")
@@ -364,11 +399,14 @@ def _sample(run: Run) -> Iterator[Record]:
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
     try:
-        for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
-            run.stopper.check()
-            text = generate_text(model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options)
-            whole = "".join(piece for _, piece in text)
-            yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
+        with run.ranks.generating():
+            for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
+                run.check_stop()
+                text = generate_text(
+                    model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options
+                )
+                whole = "".join(piece for _, piece in text)
+                yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
     finally:
         model.train()
 
@@ -397,11 +435,13 @@ def save(run: Run) -> None:
     progress = run.progress
     if (progress.step, progress.looked_at) != (run.saved_step, run.saved_looked_at):
         run.display.doing("saving")
-        if not run.metrics.is_in_place():
+        if run.metrics is not None and not run.metrics.is_in_place():
             raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
         _check_weights(run)
-        files = native.snapshot(run.model, run.data.tokenizer, run.data.end_tokens, training_state(run))
-        folder = native.write(run.folder, progress.step, files)
+        weights = {name: run.ranks.sliced(name, parameter) for name, parameter in run.ranks.parameters.items()}
+        state = training_state(run)
+        files = native.snapshot(run.config.model, weights, run.data.tokenizer, run.data.end_tokens, state)
+        folder = native.write(run.folder, progress.step, files, run.world)
         run.saved_step, run.saved_looked_at = progress.step, progress.looked_at
         run.display.say(f"step {progress.step:,}: saved in {folder}")
         run.display.doing("training")
@@ -412,6 +452,8 @@ def tidy(run: Run) -> None:
     """Note which checkpoint is the best, and delete those that are no longer kept. One more is kept until the weights
     of the newest have given a finite loss."""
     progress, config = run.progress, run.config.checkpoint
+    if not run.world.is_first:
+        return
     unproven = int(run.proven_step < run.saved_step and not run.is_done)
     best = progress.best_step if config.keep_best else None
     if best is not None and native.folder_of(run.folder, best).is_dir():
@@ -422,17 +464,19 @@ def tidy(run: Run) -> None:
 def training_state(run: Run) -> TrainingState:
     """All that the run needs to go on from here, besides the weights."""
     progress, random = dataclasses.replace(run.progress), random_states(run.device)
-    optimizer, scaler = optimizer_tensors(run.model, run.optimizer), run.scaler.state_dict()
+    optimizer, scaler = optimizer_tensors(run.ranks, run.optimizer), run.scaler.state_dict()
     rows = run.data.loader.fingerprint if run.data.loader else None
-    metrics_bytes, config = run.metrics.length(), run.config.to_json()
-    return TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config)
+    metrics_bytes, config = run.metrics.length() if run.metrics else 0, run.config.to_json()
+    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config)
+    return state if run.world.is_one else dataclasses.replace(state, placed=run.ranks.sliced_state)
 
 
 def restore(run: Run, state: TrainingState) -> None:
     """Put the run where the state was taken. Its progress, data and metrics were opened there."""
-    load_optimizer_tensors(run.model, run.optimizer, state.optimizer)
+    load_optimizer_tensors(run.ranks, run.optimizer, state.optimizer)
     if state.scaler:  # empty after a run without one
         run.scaler.load_state_dict(dict(state.scaler))
     if state.carried is not None:
-        run.carried = state.carried.map(lambda memory: memory.to(run.device))
-    restore_random_states(state.random, run.device)
+        run.carried = run.ranks.own_state(state.carried).map(lambda memory: memory.to(run.device))
+    if run.world.is_one:
+        restore_random_states(state.random, run.device)

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..config import OptimConfig
+from ..parallel import Ranks, Sliced
 
 # A parameter whose name ends so is never decayed: the state's decay rates and skip, dt's bias, norms, other biases.
 WITHOUT_DECAY = ("A_log", "D", "dt_bias", "norm.weight", "norm_f.weight", "bias")
 
 
-def decay_groups(model: nn.Module) -> dict[str, list[str]]:
+def decay_groups(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
     """Names of all parameters, by whether weight decay acts on them. Each unique parameter is there once."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in parameters.items() if parameter.requires_grad]
     fixed = [name for name in names if any(name == end or name.endswith(f".{end}") for end in WITHOUT_DECAY)]
     return {"decay": [name for name in names if name not in fixed], "no decay": fixed}
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    parameters = dict(model.named_parameters())
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimConfig, device: torch.device
+) -> torch.optim.AdamW:
     decay = {"decay": config.weight_decay, "no decay": 0.0}
     groups = [
         {"params": [parameters[name] for name in names], "weight_decay": decay[group]}
-        for group, names in decay_groups(model).items()
+        for group, names in decay_groups(parameters).items()
     ]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
@@ -34,23 +35,27 @@ def make_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) 
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, clip: float | None
+    ranks: Ranks, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, clip: float | None
 ) -> Tensor:
-    """One optimizer step: unscale the gradients, clip their norm, step, clear them. Gives the norm before clipping."""
+    """One optimizer step: sum the gradients over ranks, unscale them, clip their norm, step, clear them. Gives the norm
+    before clipping."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+    ranks.reduce_gradients()
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    ranks.agree_on_overflow(scaler, optimizer)
+    norm = ranks.clip(clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    ranks.after_update()
     return norm
 
 
 def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:
     """The table of groups, one line for each kind of parameter: layers have the same ones over and over."""
     parameters = dict(model.named_parameters())
-    for group, names in decay_groups(model).items():
+    for group, names in decay_groups(parameters).items():
         rate = config.weight_decay if group == "decay" else 0
         total = sum(parameters[name].numel() for name in names)
         yield f"weight decay {rate:g}: {len(names)} tensors, {total:,} parameters"
@@ -63,19 +68,21 @@ def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:
             yield f"  {kind:<42} {len(tensors):>3} x ({shape})"
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+def optimizer_tensors(ranks: Ranks, optimizer: torch.optim.AdamW) -> dict[str, Tensor | Sliced]:
     """The optimizer's state by the names of the parameters, so that it fits however they are grouped later."""
     return {
-        f"{name}/{key}": value
-        for name, parameter in model.named_parameters()
+        f"{name}/{key}": ranks.sliced(name, value)
+        for name, parameter in ranks.parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
+def load_optimizer_tensors(ranks: Ranks, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in ranks.parameters.items():
         prefix = f"{name}/"
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
             # The fused kernel needs the count of steps on the device of the parameter.
-            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+            optimizer.state[parameter] = {
+                key: ranks.part_of(name, value).to(parameter.device) for key, value in state.items()
+            }

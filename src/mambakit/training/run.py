@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import shlex
@@ -27,6 +28,7 @@ from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_m
 from ..files import LockedError, UserError, lock, path_of, replace_json
 from ..measure import matmul_flops
 from ..model import MambaLM
+from ..parallel import DecidedElsewhere, Mesh, Ranks, World, code_digest, parallelize, sharing_problems
 from ..progress import say, silence
 from . import history
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
@@ -57,6 +59,7 @@ class Result:
     total_steps: int
     best_loss: float | None
     stopped_by: str | None  # the signal that ended it before its time
+    is_first: bool = True  # of the ranks, which all return
 
     @property
     def checkpoint(self) -> Path:
@@ -126,7 +129,8 @@ def train_layers(
     with _opened(layers, batches, out, resume, init_from) as run:
         for _ in _train(run):
             pass
-    return Result(run.folder, run.progress.step, run.total_steps, run.progress.best_loss, run.stopped_by)
+    progress, best_loss = run.progress, run.progress.best_loss
+    return Result(run.folder, progress.step, run.total_steps, best_loss, run.stopped_by, run.world.is_first)
 
 
 def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
@@ -146,25 +150,54 @@ def _opened(
     layers: Layers, batches: Iterable[Any] | None, out: str | Path | None, resume: Resume, init_from: str | Path | None
 ) -> Iterator[Run]:
     """A run, locked and ready to train."""
-    folder = _run_folder(out, resume)
-    if not resume and init_from is None:
-        resolve(*layers)  # mistakes are told before anything is made
-    check_folder(folder, resume)
-    with _locked(folder):
-        start = Start.of(folder, resume, init_from)
-        if resume and start.is_new:
-            say(f"there is no run in {folder} yet; a new one begins")
-        config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
-        model = build(start, config, choose_device(config.parallel.device))
-        run = _assemble(start, config, model, shards, batches, origin)
-        with contextlib.closing(run.metrics):
-            if start.is_new:
-                history.note(run, run.progress.step)  # where it came from, whatever happens before its first step
-            if start.init_from is not None:
-                save(run)  # before config.json, which makes it a run: no seed can draw these weights again
-            if not (folder / "config.json").exists():
-                replace_json(folder / "config.json", run.config.to_json())
-            yield run
+    world = World.join()
+    with contextlib.ExitStack() as stack:
+        if not world.is_first:
+            stack.enter_context(silence())
+
+        def decide() -> dict[str, Any]:
+            """What the first rank decides, and all others take over."""
+            folder = _run_folder(out, resume)
+            if not resume and init_from is None:
+                resolve(*layers)  # mistakes are told before anything is made
+            check_folder(folder, resume)
+            stack.enter_context(_locked(folder))
+            start = Start.of(folder, resume, init_from)
+            if resume and start.is_new:
+                say(f"there is no run in {folder} yet; a new one begins")
+            config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
+            return {
+                "start": start.to_json(),
+                "config": config.to_json(),
+                "shards": str(shards) if shards else None,
+                "origin": origin,
+            }
+
+        if not world.is_one:
+            if batches is not None:
+                raise ConfigError("batches of your own work in one process alone so far")
+            world.same("their code", code_digest())
+            world.same("what they were told", json.loads(json.dumps([*layers, out, resume, init_from], default=str)))
+        decided = world.decide(decide)
+        start, config = Start.of_json(decided["start"]), resolve(decided["config"])
+        shards = Path(decided["shards"]) if decided["shards"] else None
+        device = choose_device(config.parallel.device)
+        stack.callback(world.leave)
+        world.start(device)
+        if shards is not None:
+            world.same("their data", read_index(shards).fingerprint)
+        mesh = mesh_of(config, world, device)
+        ranks = build(start, config, device, mesh)
+        run = _assemble(start, config, world, ranks, shards, batches, decided["origin"])
+        if run.metrics is not None:
+            stack.enter_context(contextlib.closing(run.metrics))
+        if world.is_first and start.is_new:
+            history.note(run, run.progress.step)  # where it came from, whatever happens before its first step
+        if start.init_from is not None:
+            save(run)  # before config.json, which makes it a run: no seed can draw these weights again
+        if world.is_first and not (start.folder / "config.json").exists():
+            replace_json(start.folder / "config.json", run.config.to_json())
+        yield run
 
 
 def _run_folder(out: str | Path | None, resume: Resume) -> Path:
@@ -205,15 +238,42 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     return config, shards, origin
 
 
-def build(start: Start, config: RunConfig, device: torch.device) -> MambaLM:
+def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
+    """The ranks as the config arranges them. Raises on all of them where they cannot be."""
+    parallel = config.parallel
+    problems = []
+    shared = parallel.tp * parallel.cp
+    data, rest = divmod(world.size, shared)
+    if rest or not data:
+        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks")
+    shard = {"none": 1, "hybrid": parallel.shard_size or world.local_size}.get(parallel.shard, data)
+    if data and data % shard:
+        problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")
+    if data and config.batch_rows % data:
+        problems.append(
+            f"the {config.batch_rows} rows of a step cannot be dealt to {data} data-parallel ranks; "
+            "make train.batch_tokens a multiple of data.sequence_length times these"
+        )
+    length = config.data.sequence_length
+    if length % parallel.cp or length // parallel.cp < config.model.conv_width:
+        problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
+    if not world.is_one and config.train.compile:
+        problems.append("train.compile=true works in one process alone so far")
+    problems += sharing_problems(config.model, parallel.tp)
+    if problems:
+        raise ConfigError("\n".join(problems)) if world.is_first else DecidedElsewhere(2)
+    return Mesh.of(device, replicate=data // shard, shard=shard, cp=parallel.cp, tp=parallel.tp)
+
+
+def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> Ranks:
     """The model on its device, with its first weights: drawn from the seed, or read."""
     check_memory(config.model, device)
     with torch.device("meta"):
         model = MambaLM(config.model)
-    # Ranks and their mesh come in here: parallelize(model, mesh, config).
-    model.load_state_dict(_first_weights(start, config), assign=True)
-    model.tie_weights()
-    return model.to(device).train()
+    ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
+    ranks.load(_first_weights(start, config), device)
+    model.train()
+    return ranks
 
 
 def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
@@ -239,9 +299,16 @@ def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
 
 
 def _assemble(
-    start: Start, config: RunConfig, model: MambaLM, shards: Path | None, batches: Iterable[Any] | None, origin: Origin
+    start: Start,
+    config: RunConfig,
+    world: World,
+    ranks: Ranks,
+    shards: Path | None,
+    batches: Iterable[Any] | None,
+    origin: Origin,
 ) -> Run:
     """The run, where its checkpoint left it."""
+    model = ranks.model
     state = native.read_state(start.checkpoint) if start.checkpoint else None
     progress = dataclasses.replace(state.progress) if state else Progress()
     device = model.lm_head.weight.device
@@ -249,35 +316,43 @@ def _assemble(
     if config.parallel.threads:
         torch.set_num_threads(config.parallel.threads)
     keep_freed_memory()
-    if not native.checkpoints(start.folder):
+    if world.is_first and not native.checkpoints(start.folder):
         _check_space(start.folder, model, config)
     data = open_data(config, shards, batches, progress)
     check_same_rows(state, data.loader, start.checkpoint)
     total_steps = _total_steps(config, data.loader, progress)
     _check_length(config, total_steps, has_evaluations=bool(data.val_ranges))
-    _set_newer_aside(start, state)
-    _repair_best(start.folder, progress)
+    if world.is_first:
+        _set_newer_aside(start, state)
+        _repair_best(start.folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     shape = config.micro_batch_rows, config.data.sequence_length
     display = Display(total_steps, progress.step, config.track.log_every)
-    metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
+    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
+        replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
+    flops, metrics = matmul_flops(device, dtype), None
+    if world.is_first:
+        metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
+    sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
     run = Run(
-        start, config, device, dtype, model,
+        start, config, device, dtype, model, world, ranks,
         run_micro_batch=make_pass(
-            model, scaler, dtype, shape=shape, compiled=config.train.compile, graphed=config.train.cuda_graph
+            model, scaler, dtype, shape=shape, compiled=config.train.compile,
+            graphed=config.train.cuda_graph and ranks.can_be_captured,
         ),
-        optimizer=make_optimizer(model, config.optim, device), scaler=scaler, data=data, total_steps=total_steps,
-        matmul_flops=matmul_flops(device, dtype), metrics=metrics, display=display,
-        recorder=Recorder(metrics.write, display.show), stopper=Stopper(display.stopping), progress=progress,
+        optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
+        total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
+        recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
         # not finite may be due to these.
         proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
         changed=changed, origin=origin,
     )  # fmt: skip
-    introduce(run)
+    if world.is_first:
+        introduce(run)
     if state:
         before = resolve(state.config)
         warn_of_jump(run, _total_steps(before, data.loader, progress), before.optim)
@@ -318,9 +393,12 @@ def _is_tokenizer_of(folder: Path, spec: str) -> bool:
 def _train(run: Run) -> Iterator[dict[str, Any]]:
     if run.is_done and run.saved_step == run.progress.step:
         tidy(run)
-        say(
-            f"the run is complete: {run.progress.step:,} steps. To train on: --train.steps, or --init-from {run.folder}"
-        )
+        ended, more = f"the run is complete: {run.progress.step:,} steps", "--train.steps"
+        if run.stopped_early:
+            patience = run.config.train.early_stop
+            ended = f"the run ended early, at step {run.progress.step:,}: {patience} evaluations without gain"
+            more = "--train.early-stop null, or more evaluations"
+        say(f"{ended}. To train on: {more}, or --init-from {run.folder}")
         return
     try:
         yield from loop(run)

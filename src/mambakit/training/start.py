@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,21 @@ class Start:
     init_from: Path | None = None  # a model folder, for the weights of a new run; verified
     settings: tuple[Mapping[str, Any], ...] = ()  # those of the run as it was, or of the model; those given now win
     is_new: bool = True  # nothing of the run is there yet
+
+    def to_json(self) -> dict[str, Any]:
+        """For other ranks, which need no settings: these are resolved."""
+        paths = {"folder": self.folder, "checkpoint": self.checkpoint, "init_from": self.init_from}
+        encoded = {name: os.fsencode(path).hex() if path else None for name, path in paths.items()}
+        return {**encoded, "is_new": self.is_new}
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Start:
+        folder, checkpoint, init_from = (
+            Path(os.fsdecode(bytes.fromhex(values[name]))) if values[name] else None
+            for name in ("folder", "checkpoint", "init_from")
+        )
+        assert folder is not None
+        return cls(folder, checkpoint, init_from, (), values["is_new"])
 
     @property
     def weights(self) -> Path | None:

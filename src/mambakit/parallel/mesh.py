@@ -1,0 +1,81 @@
+"""The ranks of a run, as a mesh of four dimensions: replicate x shard x cp x tp.
+
+Rows of a batch are dealt to replicate x shard. `cp` ranks share each row, a part of its length each; `tp` ranks share
+each layer, a part of its width each. tp is the innermost: its ranks speak most often, and so should be neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+NAMES = ("replicate", "shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees, and this rank's place. With one rank there is no process group, and nothing is ever communicated."""
+
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    rank: int = 0
+    devices: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, device: torch.device, *, replicate: int = 1, shard: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
+        """The mesh of all ranks of the process group, which was started before."""
+        sizes = replicate, shard, cp, tp
+        if not dist.is_initialized():
+            return cls(*sizes)
+        return cls(*sizes, dist.get_rank(), init_device_mesh(device.type, sizes, mesh_dim_names=NAMES))
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.cp * self.tp
+
+    @functools.cached_property
+    def _place(self) -> dict[str, int]:
+        rest, place = self.rank, {}
+        for name in reversed(NAMES):
+            rest, place[name] = divmod(rest, getattr(self, name))
+        return place
+
+    @property
+    def tp_rank(self) -> int:
+        return self._place["tp"]
+
+    @property
+    def cp_rank(self) -> int:
+        return self._place["cp"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows this rank computes."""
+        return self._place["replicate"] * self.shard + self._place["shard"]
+
+    @property
+    def data_size(self) -> int:
+        return self.replicate * self.shard
+
+    def group(self, *names: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in these dimensions alone; None where there are no others."""
+        names = tuple(name for name in names if getattr(self, name) > 1)
+        if not names or self.devices is None:
+            return None
+        devices = self.devices[names]
+        return (devices if len(names) == 1 else devices._flatten("_".join(names))).get_group()
+
+    @functools.cached_property
+    def sharded(self) -> DeviceMesh:
+        """The ranks that FSDP2 shards over, with those that it replicates over as a dimension before: cp ranks have the
+        same parameters, and so take part."""
+        assert self.devices is not None
+        sizes = self.replicate, self.shard * self.cp, self.tp
+        devices = init_device_mesh(self.devices.device_type, sizes, mesh_dim_names=("replicate", "shard", "tp"))
+        return devices["replicate", "shard"] if self.replicate > 1 else devices["shard"]

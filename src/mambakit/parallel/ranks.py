@@ -1,0 +1,367 @@
+"""How a model lies on its ranks, and what a training step does about it.
+
+`parallelize` is called once, on a model on the meta device; in a plain process it changes nothing. Tensor parallelism
+cuts the layers, context parallelism the rows, and then parameters are sharded: not at all, their optimizer state alone,
+or all of them (FSDP2). The optimizer steps pieces: plain tensors that share memory with what this rank keeps of each
+parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import ParallelConfig
+from ..model import MambaLM, State
+from .collectives import Group
+from .context import Links, share_rows
+from .mesh import Mesh
+from .places import Box, Place, Sliced, chunk
+from .slices import Sharing, Slice
+from .tensor import share_layers, sum_shared_rows
+
+BUCKET = 2**26  # numbers that are reduced at once
+# Parameters that FSDP2 shards and casts: those of matrix products. All others are few, and are computed in fp32.
+SHARDED = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight", "embedding.weight", "lm_head.weight")
+
+
+@dataclass
+class Piece:
+    """What this rank's optimizer steps of a parameter."""
+
+    tensor: nn.Parameter
+    place: Place
+
+    def __post_init__(self) -> None:
+        # Of the gradient: its parts, each with the number of ranks that hold it. None is all of it.
+        held = list(self.place.boxes())
+        self.parts: list[tuple[Box | None, int]] = [(one.local, self.place.copies * one.part.copies) for one in held]
+        if len(held) == 1:
+            self.parts = [(None, self.parts[0][1])]
+
+
+@dataclass
+class Ranks:
+    """A model on its ranks."""
+
+    model: MambaLM
+    mesh: Mesh = field(default_factory=Mesh)
+    config: ParallelConfig = field(default_factory=ParallelConfig)
+    links: Links | None = None  # of the segments of rows, with context parallelism
+    pieces: dict[str, Piece] = field(default_factory=dict)  # by name of the parameter
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.mesh.devices is None
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a pass is all on this device, so that CUDA graphs can replay it."""
+        return self.mesh.tp == self.mesh.cp == 1 and (self.is_one or self.config.shard in ("none", "optimizer"))
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by name."""
+        if self.is_one:
+            return dict(self.model.named_parameters())
+        return {name: piece.tensor for name, piece in self.pieces.items()}
+
+    @property
+    def _sharing(self) -> Sharing | None:
+        return Sharing(self.model.config, self.mesh.tp, self.mesh.tp_rank) if self.mesh.tp > 1 else None
+
+    def load(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        """Give the model its memory, and this rank's part of the weights of the whole model."""
+        if self.is_one:
+            self.model.load_state_dict(weights, assign=True)
+            self.model.tie_weights()
+            self.model.to(device)
+            return
+        self.model.to_empty(device=device)
+        self.model.tie_weights()
+        if self._sharing is not None:
+            sum_shared_rows(self.model, self._sharing, self._group("tp"))
+        shapes = {name: tuple(weights[name].shape) for name, _ in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            self.pieces[name] = self._piece(name, parameter, shapes[name])
+            kept = _local(parameter)
+            for held in Place(shapes[name], self._slice_of(name, shapes[name]), _rows(parameter, self)).boxes():
+                kept.detach()[held.local].copy_(weights[name][held.whole])
+
+    def _group(self, name: str) -> Group:
+        group = self.mesh.group(name)
+        assert group is not None
+        return group
+
+    def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice | None:
+        return self._sharing.slice_of(name, shape[0]) if self._sharing is not None else None
+
+    def _piece(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> Piece:
+        mesh, cut = self.mesh, self._slice_of(name, shape)
+        copies, copy = mesh.data_size * mesh.cp, mesh.data_rank * mesh.cp + mesh.cp_rank
+        rows, tensor = _rows(parameter, self), parameter
+        if rows is not None:
+            copies, copy = mesh.replicate, copy // (mesh.shard * mesh.cp)
+            tensor = nn.Parameter(_local(parameter).detach())
+        elif self.config.shard == "optimizer" and copies > 1:
+            rows = chunk(parameter.shape[0], copies, copy)
+            copies, copy = 1, 0
+            tensor = nn.Parameter(parameter.detach()[rows[0] : rows[1]])
+        if cut is None and mesh.tp > 1:
+            copies, copy = copies * mesh.tp, copy * mesh.tp + mesh.tp_rank
+        return Piece(tensor, Place(shape, cut, rows, copies, copy))
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that has a parameter's shape, as its optimizer state has; a number is whole."""
+        if self.is_one or not whole.dim():
+            return whole
+        place = self.pieces[name].place
+        part = whole.new_empty(place.local_shape)
+        for held in place.boxes():
+            part[held.local] = whole[held.whole]
+        return part
+
+    def sliced(self, name: str, tensor: Tensor) -> Tensor | Sliced:
+        """This rank's part of such a tensor, with its place in the whole."""
+        if self.is_one:
+            return tensor
+        place = self.pieces[name].place
+        return Sliced(tensor, place if tensor.dim() else Place((), None, None, self.mesh.size, self.mesh.rank))
+
+    def seed(self, seed: int, step: int) -> None:
+        """Begin a step's random numbers. They depend on the rows and columns that a rank computes: tp ranks, which
+        compute the same ones, draw the same. A plain process goes on with its own."""
+        if not self.is_one:
+            place = self.mesh.data_rank * self.mesh.cp + self.mesh.cp_rank
+            digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+
+    def sum_(self, loss: Tensor) -> None:
+        """Sum a number over the ranks that compute different rows or columns."""
+        group = self.mesh.group("replicate", "shard", "cp")
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, text can be generated: each rank computes whole rows, and has embedding and head whole."""
+        sharded: Any = self.model if self.config.shard in ("full", "hybrid") and not self.is_one else None
+        if sharded is not None:
+            sharded.unshard()
+        if self.links is not None:
+            self.links.is_active = False
+        try:
+            yield
+        finally:
+            if self.links is not None:
+                self.links.is_active = True
+            if sharded is not None:
+                sharded.reshard()
+
+    def sliced_state(self, name: str, tensor: Tensor) -> Sliced:
+        """A tensor of the training state by its name in a checkpoint. Random states are those of rank 0."""
+        kind, _, rest = name.partition("/")
+        if kind == "carried":
+            return Sliced(tensor, self._place_of_state(rest.partition("/")[2], tuple(tensor.shape)))
+        shape = tuple(tensor.shape)
+        return Sliced(tensor, Place(shape) if self.mesh.rank == 0 else Place(shape, None, (0, 0)))
+
+    def own_state(self, state: State) -> State:
+        """This rank's part of a carried state of the whole batch."""
+        if self.is_one:
+            return state
+        begin, end = self.rows_of(state.batch_size)
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            cut = None if self._sharing is None else self._sharing.slice_of_state(name)
+            return (tensor if cut is None else cut.of(tensor))[begin:end]
+
+        return State(tuple({name: part(name, tensor) for name, tensor in layer.items()} for layer in state.layers))
+
+    def _place_of_state(self, name: str, shape: tuple[int, ...]) -> Place:
+        """Where this rank's part of a carried state (rows of the batch, …) lies; `shape` is the local one."""
+        mesh = self.mesh
+        rows = shape[0] * mesh.data_rank, shape[0] * (mesh.data_rank + 1)
+        cut = None if self._sharing is None else self._sharing.slice_of_state(name)
+        whole = [shape[0] * mesh.data_size, *shape[1:]]
+        copies, copy = mesh.cp, mesh.cp_rank
+        if cut is not None:
+            whole[cut.dim] = self._sharing.size_of_state(name)  # type: ignore[union-attr]
+        return Place(tuple(whole), cut, rows, copies, copy)
+
+    def rows_of(self, num_rows: int) -> tuple[int, int]:
+        """This rank's share of the rows of a batch."""
+        each = num_rows // self.mesh.data_size
+        return each * self.mesh.data_rank, each * (self.mesh.data_rank + 1)
+
+    def columns_of(self, length: int) -> tuple[int, int]:
+        """This rank's share of the length of rows."""
+        each = length // self.mesh.cp
+        return each * self.mesh.cp_rank, each * (self.mesh.cp_rank + 1)
+
+    def before_pass(self, is_last: bool) -> None:
+        """Before each micro-batch: FSDP2 reduces gradients after the last one alone, unless told otherwise."""
+        if self.config.shard in ("full", "hybrid") and not self.is_one:
+            self.model.set_requires_gradient_sync(is_last or self.config.reduce == "every")  # type: ignore[operator]
+
+    def reduce_gradients(self) -> None:
+        """After the last micro-batch: sum the gradients over ranks, and give each piece its own."""
+        if self.is_one:
+            return
+        group = self.mesh.group("replicate", "shard", "cp")
+        parameters = dict(self.model.named_parameters())
+        gradients = [p.grad for p in parameters.values() if p.grad is not None and _local(p) is p]
+        if group is not None:
+            for bucket in _buckets(gradients):
+                _sum_in_place(bucket, group)
+        for name, piece in self.pieces.items():
+            gradient = parameters[name].grad
+            if piece.tensor is parameters[name] or gradient is None:
+                continue
+            local = _local(gradient)
+            if local is gradient and piece.place.rows is not None:
+                local = gradient[piece.place.rows[0] : piece.place.rows[1]]
+            piece.tensor.grad = local
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Scale all gradients so that their norm is at most `limit`. Gives the norm before."""
+        if self.is_one:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+        gradients = [piece.tensor.grad for piece in self.pieces.values() if piece.tensor.grad is not None]
+        parts: list[Tensor] = []
+        copies: list[int] = []  # ranks that hold each part
+        for piece in self.pieces.values():
+            gradient = piece.tensor.grad
+            if gradient is not None:
+                parts += [gradient if box is None else gradient[box] for box, _ in piece.parts]
+                copies += [count for _, count in piece.parts]
+        device = self.model.lm_head.weight.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts)).to(device, torch.float64)
+            squares = (norms.square() / torch.tensor(copies, device=device)).sum()
+        dist.all_reduce(squares)
+        norm = squares.sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
+        if limit is not None:
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            if gradients:
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """With fp16's loss scaling: a gradient that is not finite on one rank skips the step on all."""
+        if not self.is_one and scaler.is_enabled():
+            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+    def after_update(self) -> None:
+        """After the optimizer's step: each rank gets what the others have stepped, and gradients are cleared."""
+        if self.is_one:
+            return
+        group = self.mesh.group("replicate", "shard", "cp")
+        if self.config.shard == "optimizer" and group is not None:
+            for bucket in _buckets(list(self.model.parameters())):
+                _exchange_rows(bucket, group)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:
+    """The rows of a parameter, or of its slice, that FSDP2 keeps here; None for a parameter that it does not shard."""
+    if _local(parameter) is parameter:
+        return None
+    mesh = ranks.mesh
+    return chunk(parameter.shape[0], mesh.shard * mesh.cp, mesh.data_rank % mesh.shard * mesh.cp + mesh.cp_rank)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that FSDP2 has sharded; any other tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.numel() > BUCKET or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+def _sum_in_place(tensors: Sequence[Tensor], group: Group) -> None:
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+@torch.no_grad()
+def _exchange_rows(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Rows by `chunk` of each: those of this rank are right, and the others are taken from theirs."""
+    ranks, rank = group.size(), group.rank()
+    sizes = [-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) for p in parameters]
+    mine = parameters[0].new_zeros(sum(sizes))
+    for p, part in zip(parameters, mine.split(sizes), strict=True):
+        begin, end = chunk(p.shape[0], ranks, rank)
+        part[: p[begin:end].numel()] = p[begin:end].flatten()
+    every = mine.new_empty(ranks, mine.numel())
+    dist.all_gather(list(every), mine, group=group)
+    for other, values in enumerate(every):
+        for p, part in zip(parameters, values.split(sizes), strict=True):
+            begin, end = chunk(p.shape[0], ranks, other)
+            p[begin:end] = part[: p[begin:end].numel()].view(p[begin:end].shape)
+
+
+def parallelize(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torch.dtype) -> Ranks:
+    """Lay a model on the meta device out over the ranks of a mesh: tensor, context, then data."""
+    ranks = Ranks(model, mesh, config)
+    if mesh.tp > 1:
+        with torch.device("meta"):
+            share_layers(model, Sharing(model.config, mesh.tp, mesh.tp_rank), ranks._group("tp"))
+    if mesh.cp > 1:
+        ranks.links = share_rows(model, ranks._group("cp"))
+    if config.shard in ("full", "hybrid") and mesh.devices is not None:
+        _shard_fully(model, mesh, config, dtype)
+    return ranks
+
+
+def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torch.dtype) -> None:
+    """FSDP2: a unit for each block, and one for embedding and head. Gradients are sums, not means."""
+    from torch.distributed import fsdp
+
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
+    small = {p for name, p in model.named_parameters() if not name.endswith(SHARDED)}
+    narrow = dtype if dtype != torch.float32 else None
+    options: dict[str, Any] = {
+        "mesh": mesh.sharded,
+        "mp_policy": fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False),
+        "offload_policy": fsdp.CPUOffloadPolicy() if config.offload else fsdp.OffloadPolicy(),
+        "ignored_params": small,
+    }
+    blocks: list[Any] = model.blocks()
+    for block in blocks:
+        fsdp.fully_shard(block, reshard_after_forward=config.reshard, **options)
+    fsdp.fully_shard(model, reshard_after_forward=False, **options)
+    for unit in [model, *blocks]:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        fsdp.register_fsdp_forward_method(unit, "step")
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch) : number][::-1])

@@ -1,0 +1,182 @@
+"""The processes of a run: who they are, and how they agree before, beside and after the training steps.
+
+torchrun, srun and `mambakit train --gpus` start one process for each device, and tell it in the environment who it is.
+Rank 0 decides, writes and speaks; the others learn from it what was decided. Messages are JSON in the processes' common
+store, never pickled objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ..files import UserError
+
+OPENING = timedelta(hours=24)  # the first rank may be preparing text
+STEPPING = timedelta(minutes=30)  # the first step compiles
+HEARING_SECONDS = 20.0  # for the others to learn that the first rank has failed
+FIRST_PORT, NUM_PORTS = 20_000, 40_000
+Found = TypeVar("Found")
+
+
+class DecidedElsewhere(SystemExit):
+    """Another rank has failed, and has said why."""
+
+
+@dataclass
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    store: Any = None  # what all processes can read and write; None in a plain process
+    _messages: int = field(default=0, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this is a plain process, that nobody has started as a rank."""
+        return self.store is None
+
+    @classmethod
+    def join(cls, environment: Mapping[str, str] = os.environ) -> World:
+        """The world that this process was started in."""
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PROCID" not in environment:
+                return cls()
+            os.environ.update(_from_slurm(environment))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        store, _, _ = next(rendezvous("env://", timeout=OPENING))
+        return cls(rank, size, local_rank, local_size, store)
+
+    def start(self, device: torch.device) -> None:
+        """Start the process group; gloo for the CPU, and NCCL for CUDA GPUs."""
+        if self.store is None or dist.is_initialized():
+            return
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=STEPPING,
+            device_id=device if on_gpu else None,
+        )
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def decide(self, work: Callable[[], Found]) -> Found:
+        """What `work` gives on the first rank, for all. It must be JSON. An error there ends the others too."""
+        if self.store is None:
+            return work()
+        self._messages += 1
+        key = f"mambakit/{self._messages}"
+        if not self.is_first:
+            answer = json.loads(self.store.get(key))
+            if "status" in answer:
+                self.store.add(f"{key}/heard", 1)
+                raise DecidedElsewhere(answer["status"])
+            found: Found = answer["value"]
+            return found
+        try:
+            value = work()
+        except BaseException as error:
+            self.store.set(key, json.dumps({"status": 2 if isinstance(error, UserError) else 1}))
+            self._wait_until_heard(f"{key}/heard")
+            raise
+        self.store.set(key, json.dumps({"value": value}))
+        return value
+
+    def _wait_until_heard(self, key: str) -> None:
+        """The store may be in this process: it ends when the others have read what is in it."""
+        deadline = time.monotonic() + HEARING_SECONDS
+        while self.store.add(key, 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def together(self, work: Callable[[], Found]) -> Found:
+        """What `work` gives here. Where it fails on any rank, it fails on all: with its own error, or quietly."""
+        if self.store is None:
+            return work()
+        failed: BaseException | None = None
+        try:
+            found = work()
+        except Exception as error:
+            failed = error
+        worst = torch.tensor([0 if failed is None else 2 if isinstance(failed, UserError) else 1])
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if failed is not None:
+            raise failed
+        if int(worst):
+            raise DecidedElsewhere(int(worst))
+        return found
+
+    def same(self, what: str, value: Any) -> None:
+        """Refuse to go on where ranks have different values of what must be the same."""
+        if self.store is None:
+            return
+        self._messages += 1
+        mine = json.dumps(value, sort_keys=True)
+        self.store.set(f"mambakit/{self._messages}/{self.rank}", mine)
+        others = [self.store.get(f"mambakit/{self._messages}/{rank}").decode() for rank in range(self.size)]
+        different = [rank for rank, other in enumerate(others) if other != others[0]]
+        if not different:
+            return
+        heard = f"mambakit/{self._messages}/heard"
+        if not self.is_first:
+            self.store.add(heard, 1)
+            raise DecidedElsewhere(2)
+        self._wait_until_heard(heard)
+        named = f"rank{'s' * (len(different) > 1)} {', '.join(map(str, different))}"
+        raise UserError(f"{named} and rank 0 differ in {what}: {others[different[0]]} there, {others[0]} here")
+
+    def sums(self, *numbers: float) -> list[float]:
+        """The sum of each number over all ranks."""
+        if self.store is None:
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(values)
+        return values.tolist()
+
+
+def code_digest() -> str:
+    """Of the files of this package: ranks on different machines may have different ones."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables, from those of srun. The first host of the step is where ranks meet."""
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    found = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
+    place = int(environment["SLURM_JOB_ID"]) * 97 + int(environment.get("SLURM_STEP_ID", 0))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or found.stdout.split()[0],
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + place % NUM_PORTS),
+    }

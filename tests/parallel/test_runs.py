@@ -1,0 +1,184 @@
+"""Runs on several ranks, as a person starts them: what they come to, how they stop, and how they go on at other sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import metrics, settings
+from safetensors import safe_open
+
+from mambakit.training.run import train
+from mambakit.verify import verify
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are processes of POSIX systems")
+PLAIN = {"shard": "none", "tp": 1, "cp": 1}
+# What the checkpoint of step 6 is written with, and what it goes on with.
+PAIRS: list[tuple[int, dict[str, Any], int, dict[str, Any]]] = [
+    (2, {"shard": "full"}, 1, {}),
+    (1, {}, 2, {"tp": 2}),
+    (2, {"tp": 2}, 2, {"cp": 2}),
+    (2, {"cp": 2}, 2, {"shard": "full"}),
+    (2, {"shard": "optimizer"}, 2, {"tp": 2}),
+    (2, {}, 2, {"shard": "optimizer"}),
+]
+
+
+def config_file(folder: Path, values: dict[str, Any]) -> Path:
+    path = folder / f"config-{len(list(folder.glob('config-*')))}.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def start(ranks: int, *words: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "mambakit",
+        "train",
+        *map(str, words),
+        *(["--gpus", str(ranks)] if ranks > 1 else []),
+    ]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def run(ranks: int, *words: object) -> tuple[int, str]:
+    process = start(ranks, *words)
+    _, told = process.communicate(timeout=300)
+    return process.returncode, told
+
+
+def _wait_for(process: subprocess.Popen[str], beginning: str) -> None:
+    assert process.stderr is not None
+    assert any(line.startswith(beginning) for line in process.stderr)
+
+
+def _rest(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.read()
+
+
+def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in ("model.safetensors", "train/optimizer.safetensors", "train/state.safetensors"):
+        with safe_open(folder / f"checkpoints/step_{step:08d}" / name, "pt") as file:
+            found |= {f"{name}/{key}": file.get_tensor(key) for key in file.keys() if "random" not in key}  # noqa: SIM118
+    return found
+
+
+def assert_same(run: Path, alone: Path, step: int = 12) -> None:
+    """The same records, and the same tensors but for rounding."""
+    mine, theirs = metrics(run), metrics(alone)
+    assert [(one["type"], one["step"], one.get("tokens")) for one in mine] == [
+        (one["type"], one["step"], one.get("tokens")) for one in theirs
+    ]
+    for one, other in zip(mine, theirs, strict=True):
+        if "loss" in other:
+            assert one["loss"] == pytest.approx(other["loss"], abs=2e-6), (one, other)
+    found, expected = tensors(run, step), tensors(alone, step)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=f"{run.name} {name}")
+    assert not list(verify(run))
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_a_run_is_written_and_goes_on_at_any_layout(kind: str, shards: Path, tmp_path: Path) -> None:
+    """In fp32: Adam magnifies the rounding of small gradients by the learning rate. tests/parallel/layouts.py is exact."""
+    values = settings(shards, kind, model={"dropout": 0.0}, data={"carry_state": True}, optim={"lr": 1e-3})
+    values["checkpoint"] = {"every": 6, "keep_last": 9}
+    train(values, out=tmp_path / "alone", quiet=True)
+    for number, (ranks, layout, ranks_after, layout_after) in enumerate(PAIRS):
+        out = tmp_path / f"run-{number}"
+        file = config_file(tmp_path, {**values, "parallel": {"device": "cpu", **layout}})
+        status, told = run(ranks, file, "--out", out)
+        assert status == 0, told
+        assert_same(out, tmp_path / "alone")
+        copy = shutil.copytree(out, tmp_path / f"again-{number}")
+        words = [f"--parallel.{name}={value}" for name, value in {**PLAIN, **layout_after}.items()]
+        status, told = run(ranks_after, "--resume", copy / "checkpoints/step_00000006", "--out", copy, *words)
+        assert status == 0, told
+        assert_same(copy, tmp_path / "alone")
+
+
+def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
+    """With dropout: the random numbers of a step are a function of the step and the rank's place."""
+    values = settings(shards, "mamba2", train={"steps": 40, "eval_every": 0}, checkpoint={"every": 1000})
+    values["parallel"] = {"device": "cpu", "shard": "full"}
+    file = config_file(tmp_path, values)
+    assert run(2, file, "--out", tmp_path / "whole")[0] == 0
+    with start(2, file, "--out", tmp_path / "stopped") as process:
+        _wait_for(process, "step ")
+        process.send_signal(signal.SIGTERM)
+        told = _rest(process)
+    assert process.returncode == 75, told
+    assert told.count("saved in") == 1 and "go on with" in told
+    assert run(2, "--resume", "--out", tmp_path / "stopped")[0] == 0
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    mine, theirs = tensors(tmp_path / "stopped", 40), tensors(tmp_path / "whole", 40)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parallel.tp", "3"], "parallel.tp=3 x cp=1 does not divide the 2 ranks"),
+        (["--parallel.tp", "2", "--model.d-model", "12"], "parallel.tp=2 does not divide the model's 3 heads"),
+        (["--parallel.cp", "2", "--data.sequence-length", "4"], "cannot be cut into parallel.cp=2 parts"),
+        (["--train.batch-tokens", "96", "--train.micro-batch-rows", "1"], "3 rows of a step cannot be dealt to 2"),
+        (["--optim.lr", "-1"], "optim.lr"),
+    ],
+)
+def test_what_cannot_be_is_told_once_on_all_ranks(words: list[str], message: str, shards: Path, tmp_path: Path) -> None:
+    file = config_file(tmp_path, settings(shards, "mamba2"))
+    begin = time.monotonic()
+    status, told = run(2, file, "--out", tmp_path / "run", *words)
+    assert status == 2 and told.count(message) == 1, told
+    assert "Traceback" not in told and time.monotonic() - begin < 60
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_a_rank_that_dies_ends_the_others(shards: Path, tmp_path: Path) -> None:
+    values = settings(shards, "mamba2", train={"steps": 4000, "eval_every": 0}, checkpoint={"every": 5})
+    with start(2, config_file(tmp_path, values), "--out", tmp_path / "run") as process:
+        _wait_for(process, "step 1")
+        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
+        begin = time.monotonic()
+        told = _rest(process)
+    assert process.returncode not in (0, 75) and time.monotonic() - begin < 60, told
+    assert run(2, "--resume", "--out", tmp_path / "run", "--train.steps", "60")[0] in (0, 2)
+    assert not list(verify(tmp_path / "run"))
+
+
+def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:
+    file = config_file(tmp_path, settings(shards, "mamba2"))
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        port = opened.getsockname()[1]
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mambakit", "train", str(file), "--out", str(tmp_path / "run"), "--optim.lr", rate],
+            env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, rate in enumerate(("1e-3", "2e-3"))
+    ]
+    told = [process.communicate(timeout=90)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], told
+    assert "rank 1 and rank 0 differ in what they were told" in told[0] and told[1] == ""
+    assert not (tmp_path / "run").exists()
