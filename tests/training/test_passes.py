@@ -9,6 +9,7 @@ import pytest
 import torch
 from runs import make_shards, metrics, settings, state_bytes
 
+from mambakit.files import UserError
 from mambakit.training import loop, run
 from mambakit.training.passes import GraphedPass, make_pass
 from mambakit.training.run import train
@@ -60,5 +61,5 @@ def test_without_room_to_give_it_ends(tmp_path: Path, monkeypatch: pytest.Monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(loop, "score", no_room)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(UserError, match="evaluations do not fit in the memory of cpu; lower --train.eval-batch-rows"):
         train(settings(make_shards(tmp_path)), out=tmp_path / "run")
