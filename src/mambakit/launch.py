@@ -12,11 +12,10 @@ import time
 from types import FrameType
 
 from .files import UserError
+from .training.stopping import SIGNALS, STOPPED_AFTER_SAVING
 
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 GRACE_SECONDS = 45.0  # for the other ranks, after one has failed
 POLL_SECONDS = 0.05
-STOPPED_AFTER_SAVING = 75
 
 
 def run_ranks(count: int) -> int:
@@ -39,8 +38,7 @@ def run_ranks(count: int) -> int:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    names = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
-    before = {number: signal.signal(number, forward) for number in names}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         for rank in range(count):
             # A session of its own: Ctrl-C in a terminal reaches this process alone, and each rank once through it.

@@ -84,11 +84,14 @@ def write(run: Path, step: int, files: Contents, world: World) -> Path:
 
         beside = Path(os.fsdecode(bytes.fromhex(world.decide(begin))))
         world.together(lambda: files.write_parts(beside))
-        if world.is_first:
+
+        def finish() -> None:
             write_manifest(beside)
-    if new != folder:
-        _exchange(folder)
-    world.decide(lambda: None)  # the others go on when it is there
+            stack.close()  # which gives the folder its name
+            if new != folder:
+                _exchange(folder)
+
+        world.decide(finish)
     return folder
 
 

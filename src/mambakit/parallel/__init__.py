@@ -1,9 +1,8 @@
 """Ranks: everything that knows that a run may be more than one process."""
 
-from .mesh import Mesh
+from .mesh import Mesh, mesh_of
 from .places import Sliced
 from .ranks import Ranks, parallelize
-from .slices import sharing_problems
-from .world import DecidedElsewhere, World, code_digest
+from .world import World, code_digest
 
-__all__ = ["DecidedElsewhere", "Mesh", "Ranks", "Sliced", "World", "code_digest", "parallelize", "sharing_problems"]
+__all__ = ["Mesh", "Ranks", "Sliced", "World", "code_digest", "mesh_of", "parallelize"]

@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..config import ConfigError, RunConfig
+from .slices import sharing_problems
+from .world import DecidedElsewhere, World
+
 NAMES = ("replicate", "shard", "cp", "tp")
 
 
@@ -79,3 +83,30 @@ class Mesh:
         sizes = self.replicate, self.shard * self.cp, self.tp
         devices = init_device_mesh(self.devices.device_type, sizes, mesh_dim_names=("replicate", "shard", "tp"))
         return devices["replicate", "shard"] if self.replicate > 1 else devices["shard"]
+
+
+def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
+    """The ranks as the config arranges them. Raises on all of them where they cannot be."""
+    parallel = config.parallel
+    problems = []
+    shared = parallel.tp * parallel.cp
+    data, rest = divmod(world.size, shared)
+    if rest or not data:
+        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks")
+    shard = {"none": 1, "hybrid": parallel.shard_size or world.local_size}.get(parallel.shard, data)
+    if data and data % shard:
+        problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")
+    if data and config.batch_rows % data:
+        problems.append(
+            f"the {config.batch_rows} rows of a step cannot be dealt to {data} data-parallel ranks; "
+            "make train.batch_tokens a multiple of data.sequence_length times these"
+        )
+    length = config.data.sequence_length
+    if length % parallel.cp or length // parallel.cp < config.model.conv_width:
+        problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
+    if not world.is_one and config.train.compile:
+        problems.append("train.compile=true works in one process alone so far")
+    problems += sharing_problems(config.model, parallel.tp)
+    if problems:
+        raise ConfigError("\n".join(problems)) if world.is_first else DecidedElsewhere(2)
+    return Mesh.of(device, replicate=data // shard, shard=shard, cp=parallel.cp, tp=parallel.tp)

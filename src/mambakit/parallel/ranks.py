@@ -351,7 +351,6 @@ def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torc
     options: dict[str, Any] = {
         "mesh": mesh.sharded,
         "mp_policy": fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False),
-        "offload_policy": fsdp.CPUOffloadPolicy() if config.offload else fsdp.OffloadPolicy(),
         "ignored_params": small,
     }
     blocks: list[Any] = model.blocks()

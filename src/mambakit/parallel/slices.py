@@ -46,14 +46,6 @@ class Slice:
         """This part of the whole tensor."""
         return torch.cat([whole.narrow(self.dim, part.begin, part.length) for part in self.parts], self.dim)
 
-    def shared(self) -> Iterable[tuple[Part, int]]:
-        """The parts that other ranks hold too, and where each begins here."""
-        begin = 0
-        for part in self.parts:
-            if part.copies > 1:
-                yield part, begin
-            begin += part.length
-
 
 def even(size: int, ranks: int, rank: int, begin: int = 0) -> Part:
     """A rank's share of `size` entries, as even as they can be dealt."""

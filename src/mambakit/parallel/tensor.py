@@ -163,20 +163,15 @@ def sum_shared_rows(model: MambaLM, sharing: Sharing, group: Group) -> None:
         return
     begin = dims.segments["z"] + dims.segments["x"]
     width = dims.segments["B"] + dims.segments["C"]
-    cut = {name: sharing.slice_of(f"{MIXER}{name}.", 0) for name in ("in_proj", "conv1d")}
-    projected, convolved = (
-        SharedRows(_given(cut[name]), first, first + width, group)
-        for name, first in (("in_proj", begin), ("conv1d", dims.segments["x"]))
-    )
+    projections, channels = (sharing.slice_of(f"{MIXER}{name}.", 0) for name in ("in_proj", "conv1d"))
+    assert projections is not None
+    assert channels is not None
+    projected = SharedRows(projections, begin, begin + width, group)
+    convolved = SharedRows(channels, dims.segments["x"], dims.segments["x"] + width, group)
     for block in model.blocks():
         block.mixer.in_proj.rows = projected  # type: ignore[assignment]
         for parameter in block.mixer.conv1d.parameters():
             parameter.register_hook(convolved.sum)
-
-
-def _given(cut: Slice | None) -> Slice:
-    assert cut is not None
-    return cut
 
 
 def _become(layer: nn.Linear, kind: type[ColumnParallel | RowParallel], group: Group) -> None:

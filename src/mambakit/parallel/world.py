@@ -54,12 +54,12 @@ class World:
         return self.store is None
 
     @classmethod
-    def join(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """The world that this process was started in."""
-        if "RANK" not in environment or "WORLD_SIZE" not in environment:
-            if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PROCID" not in environment:
+    def join(cls) -> World:
+        """The world that this process was started in, by its environment."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PROCID" not in os.environ:
                 return cls()
-            os.environ.update(_from_slurm(environment))
+            os.environ.update(_from_slurm(os.environ))
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))

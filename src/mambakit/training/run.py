@@ -28,7 +28,7 @@ from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_m
 from ..files import LockedError, UserError, lock, path_of, replace_json
 from ..measure import matmul_flops
 from ..model import MambaLM
-from ..parallel import DecidedElsewhere, Mesh, Ranks, World, code_digest, parallelize, sharing_problems
+from ..parallel import Mesh, Ranks, World, code_digest, mesh_of, parallelize
 from ..progress import say, silence
 from . import history
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
@@ -236,33 +236,6 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         check_tokenizer(shards, start.weights)
     _check_vocabulary(config, shards)
     return config, shards, origin
-
-
-def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
-    """The ranks as the config arranges them. Raises on all of them where they cannot be."""
-    parallel = config.parallel
-    problems = []
-    shared = parallel.tp * parallel.cp
-    data, rest = divmod(world.size, shared)
-    if rest or not data:
-        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks")
-    shard = {"none": 1, "hybrid": parallel.shard_size or world.local_size}.get(parallel.shard, data)
-    if data and data % shard:
-        problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")
-    if data and config.batch_rows % data:
-        problems.append(
-            f"the {config.batch_rows} rows of a step cannot be dealt to {data} data-parallel ranks; "
-            "make train.batch_tokens a multiple of data.sequence_length times these"
-        )
-    length = config.data.sequence_length
-    if length % parallel.cp or length // parallel.cp < config.model.conv_width:
-        problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
-    if not world.is_one and config.train.compile:
-        problems.append("train.compile=true works in one process alone so far")
-    problems += sharing_problems(config.model, parallel.tp)
-    if problems:
-        raise ConfigError("\n".join(problems)) if world.is_first else DecidedElsewhere(2)
-    return Mesh.of(device, replicate=data // shard, shard=shard, cp=parallel.cp, tp=parallel.tp)
 
 
 def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> Ranks:
