@@ -24,6 +24,7 @@ from mambakit.config import DataConfig, OptimConfig
 from mambakit.data.loader import Loader
 from mambakit.data.shards import TokenStream
 from mambakit.device import DTYPES, choose_device
+from mambakit.parallel import Ranks
 from mambakit.training.optim import make_optimizer
 from mambakit.training.passes import make_pass
 from mambakit.training.schedule import learning_rate
@@ -80,7 +81,7 @@ def train(options: argparse.Namespace, backend: str, nudge: int) -> list[float]:
     stream = TokenStream(options.data, "train")
     batches = iter(Loader(stream, DataConfig(path=str(options.data), sequence_length=options.length), options.rows))
     pass_over = make_pass(
-        model, torch.amp.GradScaler(enabled=False), dtype, shape=(options.rows, options.length), compiled=False,
+        Ranks(model), torch.amp.GradScaler(enabled=False), dtype, shape=(options.rows, options.length), compiled=False,
         graphed=True,
     )  # fmt: skip
     losses = []

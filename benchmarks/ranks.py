@@ -47,8 +47,7 @@ def measure(config: ModelConfig, rows: int, length: int, way: str, steps: int) -
     ranks = ranks_of(config, way, device, dtype)
     ranks.model.backbone.recompute = "light" if on_gpu else "none"
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    graphed = on_gpu and ranks.can_be_captured
-    run = make_pass(ranks.model, scaler, dtype, shape=(rows, length), compiled=False, graphed=graphed)
+    run = make_pass(ranks, scaler, dtype, shape=(rows, length), compiled=False, graphed=True)
     optimizer = make_optimizer(ranks.parameters, OPTIM, device)
     random = torch.Generator(device).manual_seed(0)
     seconds, losses = [], []

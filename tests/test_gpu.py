@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mambakit import ops
 from mambakit.generate import generate_tokens
+from mambakit.parallel import Ranks
 from mambakit.training import passes
 from mambakit.training.passes import GraphedPass
 from mambakit.training.run import train
@@ -162,7 +163,9 @@ def test_a_block_with_dropout_is_the_plain_one(tmp_path: Path) -> None:
 def test_both_graphs_use_the_same_memory() -> None:
     model = small_model("mamba2", d_model=256, num_layers=8).cuda().train()
     scaler = torch.amp.GradScaler("cuda", enabled=False)
-    run_micro_batch = passes.make_pass(model, scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True)
+    run_micro_batch = passes.make_pass(
+        Ranks(model), scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True
+    )
     assert isinstance(run_micro_batch, GraphedPass)
     tokens, targets = torch.randint(0, 50, (2, 16, 512), device="cuda")
     reserved = []

@@ -58,7 +58,7 @@ DOORS: dict[str, str] = {
     "config": "files presets",
     "device": "config",
     "model": "config ops",
-    "parallel": "config files model ops",
+    "parallel": "config files model ops progress",
     "data": "config files progress",
     "checkpoint": "config data files model parallel progress",
     "generate": "files model",

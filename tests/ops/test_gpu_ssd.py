@@ -15,6 +15,7 @@ from helpers import assert_close, ids_of, random_documents
 from torch import Tensor
 
 from mambakit import ops
+from mambakit.ops import segments
 from mambakit.ops.operators import gradients
 from mambakit.ops.ssd import SSDInputs, ssd_chunked, ssd_reference, ssd_step
 
@@ -259,12 +260,12 @@ def test_time_cut_into_segments_and_heads_split(packed: bool, monkeypatch: pytes
     arguments = _case(1, 140, heads=5, groups=1)
     if packed:
         arguments["doc_ids"] = ids_of([1, 70, 25, 44])[None]
-    for segments, enough, piece in ((1, 1, 2), (3, 10**6, 12), (5, 12, 1)):
+    for number, enough, piece in ((1, 1, 2), (3, 10**6, 12), (5, 12, 1)):
         monkeypatch.setattr(kernels, "HEADS_OF_A_PIECE", piece)
-        monkeypatch.setattr(kernels, "_best_cut", lambda *_, chosen=segments: (chosen, 16))
+        monkeypatch.setattr(kernels, "_best_cut", lambda *_, chosen=number: (chosen, 16))
         monkeypatch.setattr(kernels, "ENOUGH_CHUNKS", enough)
         kept = kernels.kept_shape(_inputs(arguments))
-        assert kept == ((0,) if segments == 1 else (1, segments, *arguments["x"].shape[2:], arguments["B"].shape[3]))
+        assert kept == ((0,) if number == 1 else (1, number, *arguments["x"].shape[2:], arguments["B"].shape[3]))
         _check(arguments)
 
 
@@ -492,3 +493,25 @@ def test_steps_on_a_gpu_are_those_of_whole_rows(dtype: torch.dtype) -> None:
     exact, exact_state = ssd_reference(**doubled)
     assert_close(torch.stack(outputs, 1), exact, 1e-5 if dtype == torch.float32 else 5e-3)
     assert_close(state, exact_state, 1e-5)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_left_of_a_row_and_what_reaches_its_start(
+    number: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = _case(2, 70, without="initial_state")
+    if packed:
+        arguments["doc_ids"] = random_documents(2, 70)
+    given = {name: value.to(DEVICE) if value is not None else None for name, value in arguments.items()}
+    inputs = _inputs(given)
+    monkeypatch.setattr(kernels, "_best_cut", lambda *_: (number, 16))
+    exact = {name: None if t is None else t.double() if t.is_floating_point() else t for name, t in arguments.items()}
+    x, dt, A, B, C, dt_bias, doc_ids = (exact.get(n) for n in ("x", "dt", "A", "B", "C", "dt_bias", "doc_ids"))
+    left, decay = segments.ssd_leaving(x, dt, A, B, dt_bias, NO_LIMIT, doc_ids)
+    if doc_ids is not None:
+        decay = torch.where((doc_ids[:, 0] == doc_ids[:, -1]).view(-1, 1, 1, 1), decay, 0)
+    reaching = segments.ssd_reaching(exact["dy"], dt, A, C, dt_bias, NO_LIMIT, doc_ids)
+    found = (*kernels.leaving(inputs), kernels.reaching(inputs, given["dy"]))
+    for mine, wanted in zip(found, (left, decay, reaching), strict=True):
+        assert_close(mine.double().cpu(), wanted, 1e-5)

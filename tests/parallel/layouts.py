@@ -1,4 +1,5 @@
-"""Models trained for some steps by one process and by several, in fp64, so that only a real mistake makes a difference."""
+"""Models trained for some steps by one process and by several, in fp64, so that only a real mistake makes a difference;
+and in bf16, where what is computed in fp32 makes one."""
 
 from __future__ import annotations
 
@@ -74,19 +75,20 @@ def adamw(parameters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
 
 
 def loss_of(model: MambaLM, rows: Batch, num_targets: int) -> Tensor:
-    output = model(rows.tokens, doc_ids=rows.doc_ids, targets=rows.targets, loss_mask=rows.loss_mask)
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.lm_head.weight.dtype != torch.float64):
+        output = model(rows.tokens, doc_ids=rows.doc_ids, targets=rows.targets, loss_mask=rows.loss_mask)
     assert output.loss_sum is not None
     return output.loss_sum / num_targets
 
 
-def train_alone(config: ModelConfig) -> dict[str, Any]:
+def train_alone(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What one process comes to: weights before and after, gradients of the first step, losses and norms of all."""
     torch.manual_seed(0)
-    model = MambaLM(config).double()
+    model = MambaLM(config).to(torch.promote_types(dtype, torch.float32))
     parameters = dict(model.named_parameters())
     optimizer = adamw(parameters)
     found: dict[str, Any] = {"start": {n: p.detach().clone() for n, p in model.state_dict().items()}, "steps": []}
-    for step in range(STEPS):
+    for step in range(STEPS if dtype == torch.float64 else 1):  # Adam makes much of the rounding of small gradients
         batch = make_batch(step)
         losses = [loss_of(model, batch.rows(row, row + 1), batch.num_targets) for row in range(ROWS)]
         for loss in losses:
@@ -101,15 +103,16 @@ def train_alone(config: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def train_together(config: ModelConfig, layout: Layout, recompute: Any = "none") -> dict[str, Any]:
+def train_together(config: ModelConfig, layout: Layout, recompute: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The same by all ranks; of weights and gradients the parts of this one, with their places."""
     shard, degrees = layout
-    alone = train_alone(config)
+    alone = train_alone(config, dtype)
     mesh = Mesh.of(torch.device("cpu"), **degrees)
     with torch.device("meta"):
-        model = MambaLM(config).double()
+        model = MambaLM(config).to(torch.promote_types(dtype, torch.float32))
     kind: Any = "hybrid" if degrees.get("replicate", 1) > 1 and shard == "full" else shard
-    ranks = parallelize(model, mesh, ParallelConfig(shard=kind), torch.float32)
+    parallel = ParallelConfig(shard=kind)
+    ranks = parallelize(model, mesh, parallel, dtype if dtype == torch.bfloat16 else torch.float32)
     ranks.load(alone["start"], torch.device("cpu"))
     model.backbone.recompute = recompute
     optimizer = adamw(ranks.parameters)
@@ -149,9 +152,11 @@ def train_together(config: ModelConfig, layout: Layout, recompute: Any = "none")
     return dict(zip(worst, numbers.tolist(), strict=True))
 
 
-def together(world: int, folder: Path, cases: list[tuple[str, Layout, str]]) -> list[dict[str, float]]:
+def together(
+    world: int, folder: Path, cases: list[tuple[str, Layout, str]], dtype: str = "float64"
+) -> list[dict[str, float]]:
     """Train each case on `world` processes: how far each kind of number is from that of one process."""
-    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "cases.json").write_text(json.dumps([(*case, dtype) for case in cases]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(folder), str(rank), str(world)], env=environment)
@@ -169,8 +174,8 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     cases = json.loads((folder / "cases.json").read_text())
     found = [
-        train_together(ModelConfig(**{**SIZES, **MODELS[name]}), (shard, degrees), level)
-        for name, (shard, degrees), level in cases
+        train_together(ModelConfig(**{**SIZES, **MODELS[name]}), (shard, degrees), level, getattr(torch, dtype))
+        for name, (shard, degrees), level, dtype in cases
     ]
     dist.destroy_process_group()
     if rank == 0:

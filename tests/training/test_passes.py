@@ -45,8 +45,8 @@ def test_an_evaluation_that_finds_no_room_takes_that_of_the_passes(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return score(*arguments, **options)
 
-    def make(model: Any, *arguments: Any, **options: Any) -> Any:
-        return Captured(make_pass(model, *arguments, **options), model.parameters(), (4, 32))
+    def make(ranks: Any, *arguments: Any, **options: Any) -> Any:
+        return Captured(make_pass(ranks, *arguments, **options), ranks, (4, 32))
 
     monkeypatch.setattr(loop, "score", score_in_a_small_memory)
     monkeypatch.setattr(run, "make_pass", make)

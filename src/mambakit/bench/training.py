@@ -97,14 +97,15 @@ class Trainer:
             def forward(tokens: Tensor, *, targets: Tensor, **_: object) -> Output:
                 return Output(State(()), loss_sum=loss_sum(peer(tokens).logits, targets))
 
+            self.ranks = Ranks(peer)  # type: ignore[arg-type]
             self.run_micro_batch = PlainPass(forward, self.scaler, plan.device, plan.dtype)
         else:
             with plan.device:
                 model = self.model = MambaLM(plan.config).train()
             model.backbone.recompute = plan.recompute
             ways: dict[str, Any] = {"compiled": plan.compiled, "graphed": plan.graphed}
-            self.run_micro_batch = make_pass(model, self.scaler, plan.dtype, shape=(plan.rows, plan.length), **ways)
-        self.ranks = Ranks(self.model)  # type: ignore[arg-type]
+            self.ranks, shape = Ranks(model), (plan.rows, plan.length)
+            self.run_micro_batch = make_pass(self.ranks, self.scaler, plan.dtype, shape=shape, **ways)
         self.optimizer = make_optimizer(self.ranks.parameters, OPTIM, plan.device)
 
     def step(self, batch: RandomBatch) -> Tensor:

@@ -199,13 +199,13 @@ def _fake(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
 _scan, _ = operators.define("selective_scan", ScanInputs, outputs=("y", "final_state"), kept=("kept",), fake=_fake)
 
 
-def _why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:
+def why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:
     states, most = A.shape[1], LARGEST_STATE_ON_GPU
     return f"its kernel holds at most {most} states, and A has {states}" if states > most else None
 
 
 dispatch.TABLE["selective_scan"] = {
-    "cuda": dispatch.Row(_scan, _why_not_cuda),
+    "cuda": dispatch.Row(_scan, why_not_cuda),
     "cpu": dispatch.Row(_scan),
     "reference": dispatch.Row(selective_scan_reference),
 }

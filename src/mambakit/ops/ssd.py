@@ -241,8 +241,8 @@ def _fake(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
 _ssd, _ = operators.define("ssd", SSDInputs, outputs=("y", "final_state"), kept=("kept",), fake=_fake)
 
 
-def _why_not_triton(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: object, chunk_size: int | None, **__: object
+def why_not_triton(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: object, chunk_size: int | None = None, **__: object
 ) -> str | None:
     channels, states = x.shape[3], B.shape[3]
     if chunk_size is not None:
@@ -268,7 +268,7 @@ def _by_kernel(
 
 
 dispatch.TABLE["ssd"] = {
-    "triton": dispatch.Row(_by_kernel, _why_not_triton),
+    "triton": dispatch.Row(_by_kernel, why_not_triton),
     "cpu": dispatch.Row(_by_kernel),
     "torch": dispatch.Row(
         lambda *tensors, chunk_size, **options: ssd_chunked(*tensors, chunk=chunk_size or CHUNK, **options)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -192,7 +191,7 @@ def _scan_split(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, gate: Tensor, dt_bias: Tensor, dy: Tensor
     ) -> Tensor:
         z = gate[..., gate.shape[-1] - x.shape[-1] :]
-        return segments.scan_reaching(dt, A, C, dt_bias, doc_ids, dy * F.silu(z))
+        return segments.scan_reaching(dy, dt, A, C, z, dt_bias, doc_ids)
 
     outputs: tuple[Tensor, Tensor] = _Recurrence.apply(  # type: ignore[no-untyped-call]
         links, operator, leaving, reaching, initial_state, x, dt, A, B, C, D, gate, dt_bias
@@ -220,7 +219,7 @@ def _conv_ssd_norm(
     def reaching(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, dy: Tensor
     ) -> Tensor:
-        return segments.ssd_reaching(dt, A, C, dt_bias, limit, doc_ids, dy)
+        return segments.ssd_reaching(dy, dt, A, C, dt_bias, limit, doc_ids)
 
     operator = functools.partial(ops.ssd, dt_limit=limit, chunk_size=dims.chunk_size, doc_ids=doc_ids)
     y, final_ssm = _Recurrence.apply(  # type: ignore[no-untyped-call]

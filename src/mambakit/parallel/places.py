@@ -106,3 +106,10 @@ def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """A rank's rows where rows are dealt as FSDP does: equal chunks, of which the last may be short or empty."""
     each = -(-size // ranks)
     return min(size, rank * each), min(size, (rank + 1) * each)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that FSDP2 has sharded; any other tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

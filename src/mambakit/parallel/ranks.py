@@ -25,12 +25,12 @@ from ..model import MambaLM, State
 from .collectives import Group
 from .context import Links, share_rows
 from .mesh import Mesh
-from .places import Box, Place, Sliced, chunk
+from .places import Box, Place, Sliced, chunk, local_part
 from .slices import Sharing, Slice
 from .tensor import share_layers, sum_shared_rows
 
 BUCKET = 2**26  # numbers that are reduced at once
-# Parameters that FSDP2 shards and casts: those of matrix products. All others are few, and are computed in fp32.
+# Parameters that FSDP2 shards: those of matrix products. All others are few, and are computed in fp32.
 SHARDED = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight", "embedding.weight", "lm_head.weight")
 
 
@@ -58,6 +58,8 @@ class Ranks:
     config: ParallelConfig = field(default_factory=ParallelConfig)
     links: Links | None = None  # of the segments of rows, with context parallelism
     pieces: dict[str, Piece] = field(default_factory=dict)  # by name of the parameter
+    _reduces: bool = True
+    _shares: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # on the device: see `clip`
 
     @property
     def is_one(self) -> bool:
@@ -65,9 +67,26 @@ class Ranks:
         return self.mesh.devices is None
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters."""
+        return self.config.shard in ("full", "hybrid") and not self.is_one
+
+    @property
     def can_be_captured(self) -> bool:
-        """Whether a pass is all on this device, so that CUDA graphs can replay it."""
-        return self.mesh.tp == self.mesh.cp == 1 and (self.is_one or self.config.shard in ("none", "optimizer"))
+        """Whether CUDA graphs can replay a pass: not where ranks speak through the host in it."""
+        speaks = self.is_sharded or self.mesh.tp * self.mesh.cp > 1
+        return not speaks or "cuda:nccl" in dist.get_backend_config()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether FSDP2 sums gradients over ranks at the end of the next pass."""
+        return self._reduces
+
+    @reduces.setter
+    def reduces(self, reduces: bool) -> None:
+        self._reduces = reduces
+        if self.is_sharded:
+            self.model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -94,7 +113,7 @@ class Ranks:
         shapes = {name: tuple(weights[name].shape) for name, _ in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             self.pieces[name] = self._piece(name, parameter, shapes[name])
-            kept = _local(parameter)
+            kept = local_part(parameter)
             for held in Place(shapes[name], self._slice_of(name, shapes[name]), _rows(parameter, self)).boxes():
                 kept.detach()[held.local].copy_(weights[name][held.whole])
 
@@ -112,7 +131,7 @@ class Ranks:
         rows, tensor = _rows(parameter, self), parameter
         if rows is not None:
             copies, copy = mesh.replicate, copy // (mesh.shard * mesh.cp)
-            tensor = nn.Parameter(_local(parameter).detach())
+            tensor = nn.Parameter(local_part(parameter).detach())
         elif self.config.shard == "optimizer" and copies > 1:
             rows = chunk(parameter.shape[0], copies, copy)
             copies, copy = 1, 0
@@ -155,7 +174,7 @@ class Ranks:
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
         """Inside, text can be generated: each rank computes whole rows, and has embedding and head whole."""
-        sharded: Any = self.model if self.config.shard in ("full", "hybrid") and not self.is_one else None
+        sharded: Any = self.model if self.is_sharded else None
         if sharded is not None:
             sharded.unshard()
         if self.links is not None:
@@ -211,8 +230,11 @@ class Ranks:
 
     def before_pass(self, is_last: bool) -> None:
         """Before each micro-batch: FSDP2 reduces gradients after the last one alone, unless told otherwise."""
-        if self.config.shard in ("full", "hybrid") and not self.is_one:
-            self.model.set_requires_gradient_sync(is_last or self.config.reduce == "every")  # type: ignore[operator]
+        if not self.is_sharded:
+            return
+        self.reduces = is_last or self.config.reduce == "every"
+        for unit in (self.model, *self.model.blocks()):
+            unit.reshard()  # type: ignore[operator]  # an evaluation leaves parameters whole, which a graph would not renew
 
     def reduce_gradients(self) -> None:
         """After the last micro-batch: sum the gradients over ranks, and give each piece its own."""
@@ -220,7 +242,7 @@ class Ranks:
             return
         group = self.mesh.group("replicate", "shard", "cp")
         parameters = dict(self.model.named_parameters())
-        gradients = [p.grad for p in parameters.values() if p.grad is not None and _local(p) is p]
+        gradients = [p.grad for p in parameters.values() if p.grad is not None and local_part(p) is p]
         if group is not None:
             for bucket in _buckets(gradients):
                 _sum_in_place(bucket, group)
@@ -228,7 +250,7 @@ class Ranks:
             gradient = parameters[name].grad
             if piece.tensor is parameters[name] or gradient is None:
                 continue
-            local = _local(gradient)
+            local = local_part(gradient)
             if local is gradient and piece.place.rows is not None:
                 local = gradient[piece.place.rows[0] : piece.place.rows[1]]
             piece.tensor.grad = local
@@ -249,7 +271,10 @@ class Ranks:
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if parts:
             norms = torch.stack(torch._foreach_norm(parts)).to(device, torch.float64)
-            squares = (norms.square() / torch.tensor(copies, device=device)).sum()
+            counted = tuple(copies)
+            if counted not in self._shares:  # once: it waits for the device
+                self._shares[counted] = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
+            squares = norms.square() @ self._shares[counted]
         dist.all_reduce(squares)
         norm = squares.sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
         if limit is not None:
@@ -278,17 +303,10 @@ class Ranks:
 
 def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:
     """The rows of a parameter, or of its slice, that FSDP2 keeps here; None for a parameter that it does not shard."""
-    if _local(parameter) is parameter:
+    if local_part(parameter) is parameter:
         return None
     mesh = ranks.mesh
     return chunk(parameter.shape[0], mesh.shard * mesh.cp, mesh.data_rank % mesh.shard * mesh.cp + mesh.cp_rank)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that FSDP2 has sharded; any other tensor itself."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
@@ -336,27 +354,26 @@ def parallelize(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torch
             share_layers(model, Sharing(model.config, mesh.tp, mesh.tp_rank), ranks._group("tp"))
     if mesh.cp > 1:
         ranks.links = share_rows(model, ranks._group("cp"))
-    if config.shard in ("full", "hybrid") and mesh.devices is not None:
+    if ranks.is_sharded:
         _shard_fully(model, mesh, config, dtype)
     return ranks
 
 
 def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torch.dtype) -> None:
-    """FSDP2: a unit for each block, and one for embedding and head. Gradients are sums, not means."""
+    """FSDP2: a unit for each block, and one for embedding and head. That one stays in fp32: the embedding is looked up
+    in it, and autocast narrows it for the head, as in a plain process. Gradients are sums, not means."""
     from torch.distributed import fsdp
 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which nobody writes to
     small = {p for name, p in model.named_parameters() if not name.endswith(SHARDED)}
     narrow = dtype if dtype != torch.float32 else None
-    options: dict[str, Any] = {
-        "mesh": mesh.sharded,
-        "mp_policy": fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False),
-        "ignored_params": small,
-    }
+    narrows = fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh.sharded, "ignored_params": small}
     blocks: list[Any] = model.blocks()
     for block in blocks:
-        fsdp.fully_shard(block, reshard_after_forward=config.reshard, **options)
-    fsdp.fully_shard(model, reshard_after_forward=False, **options)
+        fsdp.fully_shard(block, reshard_after_forward=config.reshard, mp_policy=narrows, **options)
+    keeps = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
+    fsdp.fully_shard(model, reshard_after_forward=False, mp_policy=keeps, **options)
     for unit in [model, *blocks]:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..files import UserError
+from ..progress import say
 
 OPENING = timedelta(hours=24)  # the first rank may be preparing text
 STEPPING = timedelta(minutes=30)  # the first step compiles
@@ -69,12 +70,14 @@ class World:
         return cls(rank, size, local_rank, local_size, store)
 
     def start(self, device: torch.device) -> None:
-        """Start the process group; gloo for the CPU, and NCCL for CUDA GPUs."""
+        """Start the process group: gloo for the CPU, and NCCL for GPUs, which takes one rank on each."""
         if self.store is None or dist.is_initialized():
             return
-        on_gpu = device.type == "cuda"
+        on_gpu = device.type == "cuda" and self.local_size <= torch.cuda.device_count()
+        if device.type == "cuda" and not on_gpu and self.is_first:
+            say(f"{self.local_size} ranks share {torch.cuda.device_count()} GPUs, and so speak through the CPU: slowly")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo,cuda:gloo" if device.type == "cuda" else "gloo",
             store=self.store,
             rank=self.rank,
             world_size=self.size,

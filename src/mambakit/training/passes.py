@@ -6,16 +6,18 @@ captured once as a CUDA graph, which one call replays: the same kernels in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 
 from ..device import autocast
-from ..model import MambaLM, Output, State
+from ..files import RunError
+from ..model import Output, State
+from ..parallel import Ranks
 from ..progress import say
 
 
@@ -46,24 +48,37 @@ class PlainPass:
         return loss.detach(), *(output.state.detach().tensors() if memory else ())
 
 
+class Kind(NamedTuple):
+    """Of a pass: each has a graph of its own."""
+
+    adds: bool  # to the gradients of passes before it
+    reduces: bool  # them over ranks, which FSDP2 does in a pass
+
+
+@dataclass(frozen=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
+    gradients: list[Tensor | None]  # of the parameters, after it
+
+
 class GraphedPass:
-    """A pass as CUDA graphs: one that sets the gradients, and one that adds to them.
+    """A pass as CUDA graphs: one that sets the gradients, and one that adds to them; with FSDP2 each of these twice,
+    for passes that sum gradients over ranks and for those that do not.
 
     A batch is captured if its tokens have this `shape`. That does not depend on the batches before it, so a resumed run
     computes the same. For the same reason the pass that must run before a capture has no effect. Where a capture fails,
     for want of memory perhaps, passes are plain.
     """
 
-    def __init__(
-        self, plain: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter], shape: tuple[int, ...]
-    ) -> None:
-        self._plain, self._parameters, self._shape = plain, list(parameters), torch.Size(shape)
-        self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}  # with outputs; by `adds`
+    def __init__(self, plain: Callable[..., tuple[Tensor, ...]], ranks: Ranks, shape: tuple[int, ...]) -> None:
+        self._plain, self._ranks, self._shape = plain, ranks, torch.Size(shape)
+        self._parameters = list(ranks.model.parameters())
+        self._captured: dict[Kind, Captured] = {}
         self._inputs: tuple[Tensor | None, ...] = ()
-        self._gradients: list[Tensor | None] = []
-        self._pool: Any = (
-            None  # memory of both graphs, which take turns; torch keeps it by stream, so that they share one
-        )
+        self._gradients: list[Tensor | None] = []  # after the last replay
+        # Memory of all graphs, which take turns. Torch keeps it by stream, so that they share one.
+        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._is_refused = False
         self.hidden_bytes = 0  # memory that replays use, although torch counts it as free
@@ -79,35 +94,36 @@ class GraphedPass:
         torch.cuda.empty_cache()
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        adds = self._parameters[0].grad is not None
-        if not self._can_replay(inputs, adds):
+        kind = Kind(any(parameter.grad is not None for parameter in self._parameters), self._ranks.reduces)
+        if not self._can_replay(inputs, kind):
             return self._plain(*inputs)
         if not self._inputs:
             self._inputs = tuple(torch.empty_like(given) if given is not None else None for given in inputs)
         for held, given in zip(self._inputs, inputs, strict=True):
             if held is not None and given is not None:
                 held.copy_(given)
-        if adds not in self._captured:
-            self._capture(adds)
+        if kind not in self._captured:
+            self._capture(kind)
         if self._is_refused:
             return self._plain(*inputs)
-        graph, outputs = self._captured[adds]
-        graph.replay()
-        self._set_gradients(self._gradients)
-        return tuple(output.clone() for output in outputs)  # the next replay writes over them
+        captured = self._captured[kind]
+        captured.graph.replay()
+        self._set_gradients(captured.gradients)
+        return tuple(output.clone() for output in captured.outputs)  # the next replay writes over them
 
-    def _can_replay(self, inputs: tuple[Tensor | None, ...], adds: bool) -> bool:
+    def _can_replay(self, inputs: tuple[Tensor | None, ...], kind: Kind) -> bool:
         first = inputs[0]
         if self._is_refused or first is None or first.shape != self._shape:
             return False
-        return not adds or (bool(self._gradients) and self._parameters[0].grad is self._gradients[0])
+        here = zip(self._parameters, self._gradients, strict=False)
+        return not kind.adds or (bool(self._gradients) and all(parameter.grad is held for parameter, held in here))
 
-    def _capture(self, adds: bool) -> None:
+    def _capture(self, kind: Kind) -> None:
         device = self._parameters[0].device
         current = torch.cuda.current_stream(device)
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         random = torch.cuda.get_rng_state(device)
-        if not adds:
+        if not kind.adds:
             self._warm_up(stream)
             torch.cuda.set_rng_state(random, device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -118,30 +134,34 @@ class GraphedPass:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = self._plain(*self._inputs)
         except RuntimeError as error:  # too little memory, for example
-            say(f"the passes are not captured as a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
-            self._set_gradients(self._gradients if adds else [None] * len(self._parameters))
+            why = str(error).splitlines()[0]
+            if self._ranks.is_sharded:  # FSDP2 is left in the middle of a pass
+                raise RunError(f"a pass cannot be captured: {why}; go on with --train.cuda-graph false") from error
+            say(f"the passes are not captured as a CUDA graph, and so may be slower: {why}")
+            self._set_gradients(self._gradients if kind.adds else [None] * len(self._parameters))
             self._is_refused = True
             torch.cuda.set_stream(current)  # a failed capture may not have restored it
             _renew_generator(random, device)
             self.release()
             return
-        if not adds:
-            self._gradients = [parameter.grad for parameter in self._parameters]
         hidden = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         self.hidden_bytes = max(self.hidden_bytes, hidden)
         torch.cuda.reset_peak_memory_stats(device)
-        self._captured[adds] = graph, outputs
+        self._captured[kind] = Captured(graph, outputs, [parameter.grad for parameter in self._parameters])
 
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
         """One pass without effect: it compiles, and allocates what is kept between passes."""
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
+        reduces, self._ranks.reduces = self._ranks.reduces, True  # nothing is left of it but gradients
         with torch.cuda.stream(stream):
             self._plain(*self._inputs)
+        self._ranks.reduces = reduces
         current.wait_stream(stream)
         self._set_gradients([None] * len(self._parameters))
 
     def _set_gradients(self, gradients: list[Tensor | None]) -> None:
+        self._gradients = gradients
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -157,11 +177,12 @@ Pass = PlainPass | GraphedPass
 
 
 def make_pass(
-    model: MambaLM, scaler: GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool, graphed: bool
+    ranks: Ranks, scaler: GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool, graphed: bool
 ) -> Pass:
     """The pass over micro-batches of this shape: CUDA graphs on a GPU, unless torch.compile is used."""
+    model = ranks.model
     device = model.lm_head.weight.device
     plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
-    if not graphed or compiled or device.type != "cuda":
+    if not graphed or compiled or device.type != "cuda" or not ranks.can_be_captured:
         return plain
-    return GraphedPass(plain, model.parameters(), shape)
+    return GraphedPass(plain, ranks, shape)

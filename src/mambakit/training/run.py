@@ -300,7 +300,9 @@ def _assemble(
         _repair_best(start.folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    shape = config.micro_batch_rows, config.data.sequence_length
+    own_rows, length = config.batch_rows // ranks.mesh.data_size, config.data.sequence_length // ranks.mesh.cp
+    shape = min(config.micro_batch_rows, own_rows), length
+    is_even = own_rows % shape[0] == 0 or not ranks.is_sharded  # FSDP2 takes all passes of a step in one way
     display = Display(total_steps, progress.step, config.track.log_every)
     if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
         replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
@@ -312,8 +314,8 @@ def _assemble(
     run = Run(
         start, config, device, dtype, model, world, ranks,
         run_micro_batch=make_pass(
-            model, scaler, dtype, shape=shape, compiled=config.train.compile,
-            graphed=config.train.cuda_graph and ranks.can_be_captured,
+            ranks, scaler, dtype, shape=shape, compiled=config.train.compile,
+            graphed=config.train.cuda_graph and is_even,
         ),
         optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,

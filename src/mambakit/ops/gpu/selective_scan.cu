@@ -408,6 +408,7 @@ struct StatePassing {
     float* states;          // (batch, chunks, channels, N): each chunk's last state, from zero; becomes its first state
     const float* total_dt;  // (batch, chunks, channels)
     const float *A, *first;  // (D, N); (batch, channels, N) or null: the initial state of the first chunk passed
+    float* last;             // (batch, channels, N) or null: the state after the last chunk passed
     index_t batch, chunks, channels, backwards;
 };
 
@@ -425,6 +426,7 @@ extern "C" __global__ void scan_state_passing(const __grid_constant__ StatePassi
         p.states[chunk * state_size + within] = state;
         state = isinf(total) ? left : fmaf(exp2_(A * total), state, left);
     }
+    if (p.last) p.last[place] = state;
 }
 #endif
 

@@ -125,13 +125,31 @@ class _Call:
     ) -> Tensor:
         """The state that enters each chunk: `kernel` computes each chunk's last state from zero, and they are passed
         from chunk to chunk. Its other arguments stand `before` and `after` the states."""
-        states, total_dt = self.states(chunks), torch.empty(self.batch, chunks, self.channels, device=self.device)
-        code, blocks = self.kernels("CHUNKED"), self.blocks * self.batch * chunks
-        code.launch(kernel, blocks, self.threads, before + pack(states, total_dt) + after, self.device)
-        arguments = pack(states, total_dt, self.A, first, self.batch, chunks, self.channels, int(backward))
-        blocks = math.ceil(self.batch * self.channels * self.num_states / self.threads)
-        code.launch("scan_state_passing", blocks, self.threads, arguments, self.device)
+        states, total_dt = self._last_states(kernel, chunks, before, after)
+        self._pass_on(states, total_dt, first, None, backward=backward)
         return states
+
+    def whole(self, kernel: str, chunks: int, before: bytes, after: bytes, *, backward: bool) -> tuple[Tensor, Tensor]:
+        """(the state after all chunks, from zero; the sum of dt, infinite where a document begins)."""
+        states, total_dt = self._last_states(kernel, chunks, before, after)
+        last = torch.empty(self.batch, self.channels, self.num_states, device=self.device)
+        self._pass_on(states, total_dt, None, last, backward=backward)
+        return last, total_dt.sum(1)
+
+    def _last_states(self, kernel: str, chunks: int, before: bytes, after: bytes) -> tuple[Tensor, Tensor]:
+        states, total_dt = self.states(chunks), torch.empty(self.batch, chunks, self.channels, device=self.device)
+        blocks = self.blocks * self.batch * chunks
+        arguments = before + pack(states, total_dt) + after
+        self.kernels("CHUNKED").launch(kernel, blocks, self.threads, arguments, self.device)
+        return states, total_dt
+
+    def _pass_on(
+        self, states: Tensor, total_dt: Tensor, first: Tensor | None, last: Tensor | None, *, backward: bool
+    ) -> None:
+        chunks = states.shape[1]
+        arguments = pack(states, total_dt, self.A, first, last, self.batch, chunks, self.channels, int(backward))
+        blocks = math.ceil(self.batch * self.channels * self.num_states / self.threads)
+        self.kernels("CHUNKED").launch("scan_state_passing", blocks, self.threads, arguments, self.device)
 
 
 def _parameter(tensor: Tensor | None) -> Tensor | None:
@@ -203,3 +221,22 @@ def backward(
     if given is not None and dz is not None and dz is not given:
         dz = given.copy_(dz)
     return dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial
+
+
+def leaving(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+    """See ops/segments.py. C is not read."""
+    call = _Call(inputs)
+    chunk_length = call.chunk_length(FORWARD_BLOCKS, FORWARD_FILLED)
+    chunks = math.ceil(call.length / chunk_length)
+    before = call.pack_inputs(chunks, chunk_length) + pack(*[None] * 4)
+    return call.whole("scan_chunk_states", chunks, before, b"", backward=False)
+
+
+def reaching(inputs: ScanInputs, dy: Tensor) -> Tensor:
+    """See ops/segments.py. Neither x nor B is read."""
+    call = _Call(inputs, dy)
+    assert call.dy is not None
+    chunk_length = call.chunk_length(BACKWARD_BLOCKS, BACKWARD_FILLED)
+    chunks = math.ceil(call.length / chunk_length)
+    before = call.pack_inputs(chunks, chunk_length) + pack(call.dy, *call.dy.stride()[:2], *[None] * 10)
+    return call.whole("scan_chunk_dstates", chunks, before, pack(None, None), backward=True)[0]

@@ -288,6 +288,34 @@ def backward(
     return dx, ddt, sums[0], dB, dC, *sums[1:], dinitial if inputs.initial_state is not None else None
 
 
+def leaving(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+    """See ops/segments.py. C is not read."""
+    return _whole(inputs, inputs.B, inputs.x, backward=False)
+
+
+def reaching(inputs: SSDInputs, dy: Tensor) -> Tensor:
+    """See ops/segments.py. Neither x nor B is read."""
+    return _whole(inputs, inputs.C, dy, backward=True)[0]
+
+
+def _whole(inputs: SSDInputs, B_or_C: Tensor, x_or_dy: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """(the state (B, H, P, N) after all segments, from zero; their decay (B, H, 1, 1))."""
+    plan = _Plan.of(inputs)
+    B_or_C, x_or_dy = (_dense(t.to(inputs.x.dtype)) for t in (B_or_C, x_or_dy))
+    plan = plan.for_tensors(B_or_C, x_or_dy)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=x_or_dy.device)
+    states = new(plan.batch, plan.segments, plan.heads, plan.head_dim, plan.num_states)
+    segment_decays = new(plan.batch, plan.segments, plan.heads)
+    with torch.cuda.device_of(x_or_dy):
+        decays, _ = _decays(plan, inputs)
+        _chunk_states(plan, B_or_C, x_or_dy, decays, None, None, states, segment_decays, backward=backward)
+    first, *rest = range(plan.segments)[::-1] if backward else range(plan.segments)
+    state = states[:, first]
+    for segment in rest:
+        state = states[:, segment] + segment_decays[:, segment, :, None, None] * state
+    return state, segment_decays.prod(1)[..., None, None]
+
+
 def step(
     x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     dt_softplus: bool, dt_limit: tuple[float, float],
