@@ -1,6 +1,7 @@
 # make test       what a change must pass, in a virtualenv of its own, on the wheel a user would install
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
 # make test-distributed  models and runs on two and four ranks
+# make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
 # make demo       train a small model on this machine, from the same wheel
 # make lint       ruff and mypy
 
@@ -17,17 +18,23 @@ JOBS ?= 2
 SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 
 DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py
+SLURM := tests/slurm
 
-.PHONY: test test-long test-distributed demo lint bench clean
+.PHONY: test test-long test-distributed test-slurm demo lint bench clean
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM))
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
 
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(DISTRIBUTED)
+
+test-slurm: $(VENV)/.installed
+	command -v slurmctld slurmd munged >/dev/null || \
+		(apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(SLURM)
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ if not torch.cuda.is_available():  # before Triton is imported: its interpreter 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    absent = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
+    marks = [] if torch.cuda.is_available() else ["gpu", "multi_gpu"]
+    marks += [] if shutil.which("slurmctld") else ["slurm"]  # make test-slurm installs it
+    absent = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     if absent:
         config.hook.pytest_deselected(items=absent)
         items[:] = [item for item in items if item not in absent]

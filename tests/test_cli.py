@@ -6,6 +6,7 @@ import inspect
 import json
 import lzma
 import math
+import os
 import re
 import shlex
 import signal
@@ -93,6 +94,7 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
         "report": "run tuned",
         "verify": "run",
         "train": "",
+        "launch": "",
     }
     if place in needed:
         assert main(["prepare", "notes", "--out", "shards", "--tokenizer", "train:300"]) == 0
@@ -103,7 +105,15 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
             )
             == 0
         )
+    if place == "launch":
+        assert main(["train", "--data", "shards", "--write-config", "run.yaml", *TINY]) == 0
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 17\n")
+        (tmp_path / "bin/sbatch").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     for command in commands:
+        for script in tmp_path.glob("runs/*.sbatch.sh"):
+            script.unlink()
         words = shlex.split(re.sub(r"--train\.steps \d+", "--train.steps 3", command))[1:]
         if words[0] == "prepare" and "--tokenizer" not in words:
             words += ["--tokenizer", "train:300"]
@@ -375,11 +385,13 @@ def test_nothing_is_imported_for_help_that_takes_long() -> None:
         (["generate", "RUN", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0: need a number of at least 0"),
         (["generate", "RUN", "--prompt", "a", "--top-p", "1.5"], "top_p=1.5"),
         (["generate", "RUN", "--prompt", "a", "--stop", ""], "holds an empty string"),
-        (["generate", "RUN"], "there is nothing to go on from; give a text with --prompt"),
+        (["generate", "RUN", "--prompt", "a", "--top-p", "0"], "top_p=0.0: need a number above 0 and at most 1"),
+        (["generate", "--prompt", "a"], "a is taken for the model, and there is no text to go on from"),
         (["evaluate", "RUN"], "there is nothing to evaluate on; name a folder of shards or of text with --data"),
         (["evaluate", "RUN", "--data", "SHARDS", "--batch-rows", "0"], "batch_rows=0"),
         (["evaluate", "RUN", "--data", "SHARDS", "--max-tokens", "0"], "max_tokens=0"),
         (["train", "--data", "SHARDS", "--out", "FILE"], "FILE"),
+        (["launch", "nothere.yaml"], "nothere.yaml does not exist"),
         (["train", "--data", "SHARDS", "--write-config", "no/such/x.yaml"], "no/such/x.yaml: No such file"),
         (["train", "--data", "SHARDS", "--out", "new", "--resume", "nothing"], "the checkpoint nothing does not exist"),
     ],
@@ -408,6 +420,19 @@ def test_a_flag_given_again_adds_to_what_was_given(
     words = ["--prompt", "the", "--prompt", "a dog", "--max-new-tokens", "1", "--json"]
     assert main(["generate", str(run), *words]) == 0
     assert [result["prompt"] for result in json.loads(capsys.readouterr().out)["results"]] == ["the", "a dog"]
+
+
+def test_a_setting_of_two_numbers_takes_two_words(tmp_path: Path) -> None:
+    words = ["--data", "a", "--model.kind", "mamba2", "--model.dt-limit", "0.01", "inf", "--train.steps", "1"]
+    assert main(["train", *words, "--write-config", str(tmp_path / "a.yaml")]) == 0
+    from mambakit.config import read_config
+
+    assert read_config(tmp_path / "a.yaml")["model"]["dt_limit"] == [0.01, "inf"]
+
+
+def test_a_config_is_written_once_whatever_the_ranks(tmp_path: Path) -> None:
+    words = ["--data", "a", "--train.steps", "1", "--gpus", "2", "--write-config", str(tmp_path / "a.yaml")]
+    assert main(["train", *words]) == 0 and (tmp_path / "a.yaml").exists()
 
 
 def test_a_config_may_come_last(shards: Path, tmp_path: Path) -> None:

@@ -530,3 +530,10 @@ def test_an_evaluation_is_kept_after_one_that_was_cut_short(odd: Path, tmp_path:
         file.write('{"time": "2026-11')
     keep_in_run(tmp_path, found)
     assert [record["results"][0]["bytes"] for record in read_run(tmp_path).evaluations] == [found.results[0].bytes] * 2
+
+
+def test_a_split_that_is_empty_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the dog ran to the house")
+    prepare([tmp_path / "a.txt"], tmp_path / "shards", tokenizer=str(model / "tokenizer.json"), val_fraction=0)
+    with pytest.raises(UserError, match="the val split of .* is empty; choose another with --split"):
+        evaluate(model, [str(tmp_path / "shards")])

@@ -67,7 +67,7 @@ DOORS: dict[str, str] = {
     "reporting": "config files progress",
     "verify": "checkpoint config data files",
     "training": "checkpoint config data device evaluation files generate measure model parallel presets progress",
-    "launch": "files training",
+    "launch": "checkpoint files parallel progress training",
     "bench": "config device files measure model ops parallel training",
     "cli": "bench checkpoint config data device evaluation files launch loaded presets progress reporting training verify",
     "__main__": "cli",

@@ -307,7 +307,8 @@ def _try_lock(file: IO[str], is_shared: bool) -> bool:
     except OSError as problem:
         if problem.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
             raise UserError(
-                f"{file.name} cannot be locked: {problem.strerror}; use a disk whose file system has locks"
+                f"{file.name} cannot be locked: {problem.strerror}; use a disk whose file system has locks "
+                "(Lustre has them where it is mounted with -o flock)"
             ) from None
         return False
     return True

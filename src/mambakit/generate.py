@@ -83,11 +83,12 @@ class Sampling:
 
     def check(self) -> Iterator[str]:
         """What is wrong with it."""
+        top_p, min_p = (1.0 if self.top_p is None else self.top_p), (self.min_p or 0)
         wrong = {
             f"temperature={self.temperature}: need a number of at least 0": not self.temperature >= 0,
             f"top_k={self.top_k}: need at least 1": self.top_k is not None and self.top_k < 1,
-            f"top_p={self.top_p}: need a number above 0 and at most 1": not 0 < (self.top_p or 1) <= 1,
-            f"min_p={self.min_p}: need a number from 0 to 1": not 0 <= (self.min_p or 0) <= 1,
+            f"top_p={self.top_p}: need a number above 0 and at most 1": not 0 < top_p <= 1,
+            f"min_p={self.min_p}: need a number from 0 to 1": not 0 <= min_p <= 1,
             f"repetition_penalty={self.repetition_penalty}: need a number above 0": not self.repetition_penalty > 0,
         }
         return (message for message, is_wrong in wrong.items() if is_wrong)

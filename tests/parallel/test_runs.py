@@ -18,6 +18,8 @@ import torch
 from runs import metrics, settings
 from safetensors import safe_open
 
+from mambakit.checkpoint import native
+from mambakit.launch import local
 from mambakit.training.run import train
 from mambakit.verify import verify
 
@@ -150,34 +152,99 @@ def test_what_cannot_be_is_told_once_on_all_ranks(words: list[str], message: str
     assert not (tmp_path / "run/config.json").exists()
 
 
-def test_a_rank_that_dies_ends_the_others(shards: Path, tmp_path: Path) -> None:
-    values = settings(shards, "mamba2", train={"steps": 4000, "eval_every": 0}, checkpoint={"every": 5})
-    with start(2, config_file(tmp_path, values), "--out", tmp_path / "run") as process:
-        _wait_for(process, "step 1")
-        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-        os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
-        begin = time.monotonic()
+def children(process: subprocess.Popen[str]) -> list[int]:
+    listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    return [int(word) for word in listed.stdout.split()]
+
+
+def test_ranks_are_started_again_when_one_is_killed(shards: Path, tmp_path: Path) -> None:
+    """Up to the same bits, and each step is told once."""
+    values = settings(shards, "mamba2", train={"steps": 40, "eval_every": 10}, checkpoint={"every": 5})
+    file = config_file(tmp_path, values)
+    assert run(2, file, "--out", tmp_path / "whole")[0] == 0
+    with start(2, file, "--out", tmp_path / "run") as process:
+        _wait_for(process, "step 10: saved")
+        os.kill(children(process)[-1], signal.SIGKILL)
         told = _rest(process)
-    assert process.returncode not in (0, 75) and time.monotonic() - begin < 60, told
-    assert run(2, "--resume", "--out", tmp_path / "run", "--train.steps", "60")[0] in (0, 2)
+    assert process.returncode == 0, told
+    assert told.count("rank 1 was ended by SIGKILL") == 1 and "all are started again from step 10" in told
+    assert "Traceback" not in told, told
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    mine, theirs = tensors(tmp_path / "run", 40), tensors(tmp_path / "whole", 40)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     assert not list(verify(tmp_path / "run"))
 
 
-def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:
+def test_restarts_that_gain_nothing_come_to_an_end(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that is killed whenever it begins."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.5)
     file = config_file(tmp_path, settings(shards, "mamba2"))
+    words = ["train", str(file), "--out", str(tmp_path / "run")]
+    assert local.run_ranks(2, words, tmp_path / "run") == 1
+    told = capfd.readouterr().err
+    assert told.count("all are started again from the beginning") == 3
+    assert "3 restarts have gained no step" in told
+
+
+def test_ranks_end_with_the_process_that_started_them(shards: Path, tmp_path: Path) -> None:
+    values = settings(shards, "mamba2", train={"steps": 100_000, "eval_every": 0}, checkpoint={"every": 100_000})
+    file = config_file(tmp_path, values)
+    with start(2, file, "--out", tmp_path / "run") as process:
+        _wait_for(process, "step 10")
+        ranks = children(process)
+        process.kill()
+        told = _rest(process)  # which ends when the last rank has closed it
+    assert "stopped by" in told and f"--out {tmp_path / 'run'} --gpus 2" in told
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert native.checkpoints(tmp_path / "run")
+
+
+CRASH = """
+import sys
+from mambakit.parallel import World
+world = World.join()
+with world.failing_once():
+    raise ValueError("of both ranks")
+"""
+
+
+def test_an_error_of_all_ranks_is_shown_once() -> None:
+    ranks = start_ranks([sys.executable, "-c", CRASH], [sys.executable, "-c", CRASH])
+    told = [process.communicate(timeout=90)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [70, 70], told
+    assert "".join(told).count("Traceback") == 1 and "".join(told).count("ValueError: of both ranks") == 1
+
+
+def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
+    """A rank for each command, as torchrun would start them."""
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         port = opened.getsockname()[1]
     together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", "mambakit", "train", str(file), "--out", str(tmp_path / "run"), "--optim.lr", rate],
+            command,
             env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, rate in enumerate(("1e-3", "2e-3"))
+        for rank, command in enumerate(commands)
     ]
+
+
+def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:
+    file = config_file(tmp_path, settings(shards, "mamba2"))
+    words = [sys.executable, "-m", "mambakit", "train", str(file), "--out", str(tmp_path / "run"), "--optim.lr"]
+    ranks = start_ranks([*words, "1e-3"], [*words, "2e-3"])
     told = [process.communicate(timeout=90)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2], told
     assert "rank 1 and rank 0 differ in what they were told" in told[0] and told[1] == ""

@@ -320,6 +320,23 @@ def test_an_evaluation_of_nothing_is_no_best_loss(tmp_path: Path) -> None:
     assert all(record["targets"] for record in metrics(tmp_path / "enough") if record["type"] == "eval")
 
 
+def test_another_seed_is_used_from_the_checkpoint_on(shards: Path, tmp_path: Path) -> None:
+    """By dropout, in steps of the same rows."""
+    values = settings(shards, model={"dropout": 0.3}, train={"steps": 2, "eval_every": 0})
+    train(values, out=tmp_path / "run", quiet=True)
+    after = {}
+    for name, seed in (("same", 0), ("other", 7), ("again", 7)):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        train({"train": {"steps": 4, "seed": seed}}, out=tmp_path / name, resume=True, quiet=True)
+        after[name] = state_bytes(tmp_path / name, 4)
+    assert after["other"] == after["again"] != after["same"]
+
+
+def test_weights_that_a_run_no_longer_begins_with_are_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train({"train": {"steps": 13}}, out=copy, resume=True, init_from="nothere")
+    assert "--init-from nothere was for its start" in capsys.readouterr().err
+
+
 def test_a_refused_resume_names_what_has_changed(shards: Path, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another order: data\.seed and data\.mix changed since"):
         train({"data": {"seed": 3, "mix": [1]}, "train": {"steps": 20}}, out=copy, resume=True)

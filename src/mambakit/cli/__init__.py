@@ -14,10 +14,12 @@ import tyro
 from .. import __version__
 from ..files import RunError, UserError, is_full, is_out_of_memory
 from ..progress import say
+from . import flags
+from .cluster import launch
 from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
 from .output import print_line
 
-FUNCTIONS = (prepare, train, evaluate, generate, convert, report, verify, bench_ops, bench_train)
+FUNCTIONS = (prepare, train, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train)
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
@@ -27,7 +29,7 @@ NAMED = (*PATHS, "--model", "--recipe", "--tokenizer")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. 0: done; 2: a person's mistake, told in one message; 75: stopped after saving; 1: a fault."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = flags.words = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stdout is None:  # a person has closed it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):

@@ -148,10 +148,12 @@ def train(
       data: a folder of shards, or files, folders and datasets (hf:NAME), which are prepared first, once
       resume: go on from the newest good checkpoint of RUN, or from the one named; starts where there is none yet
     """
-    if gpus is not None and "RANK" not in os.environ:
-        from ..launch import run_ranks
+    if gpus is not None and write_config is None and "RANK" not in os.environ:
+        from ..launch.local import run_ranks
+        from ..training.run import run_folder
 
-        return run_ranks(gpus)
+        folder = run_folder(out, resume is not None)
+        return run_ranks(gpus, [*flags.words, *(["--out", str(folder)] if out is None else [])], folder)
     # A flag that takes several words takes the config too, if that comes last.
     if resume and config is None and Path(resume[-1]).suffix in (".yaml", ".yml", ".json"):
         config, resume = Path(resume[-1]), resume[:-1]
@@ -294,7 +296,10 @@ def generate(
 
     prompts = flags.flat(prompt)
     if not prompts:
-        raise ConfigError("there is nothing to go on from; give a text with --prompt")
+        raise ConfigError(
+            f"{checkpoint} is taken for the model, and there is no text to go on from; name both, as in "
+            "mambakit generate RUN --prompt TEXT"
+        )
     if stream and (json or len(prompts) > 1):
         raise ConfigError("--stream prints one text as it comes; leave out --json, and give one --prompt")
     loaded = load(checkpoint)

@@ -13,6 +13,8 @@ from tyro.conf import Positional, arg
 from ..config import SECTIONS, PrepareConfig, read_yaml
 from ..presets import MODELS
 
+words: list[str] = []  # all that was typed, for processes that are started with the same
+
 
 def flag(help: str | None = None, metavar: str | None = None) -> Any:
     """A flag without its default in the help. A help longer than a line stands in the docstring of the command."""
@@ -40,8 +42,9 @@ def _prepare_flags() -> Any:
 
 def _setting(field: FieldInfo, by_preset: bool = False, is_switch: bool = False) -> Any:
     """A flag whose value is text: the config reads it as YAML and checks it with all the others. A switch has none."""
-    several = get_origin(field.annotation) is tuple and Ellipsis in get_args(field.annotation)
-    kind = bool if is_switch else tuple[str, ...] if several else str
+    parts = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
+    several: Any = tuple[str, ...] if Ellipsis in parts else tuple[str, str]  # which is all that there are
+    kind = bool if is_switch else several if parts else str
     return Annotated[kind, _described(field, by_preset, None if is_switch else _metavar(field.annotation))]
 
 
@@ -60,6 +63,8 @@ def _metavar(annotation: Any) -> str:
     parts = (annotation, *get_args(annotation))
     if choices := [part for part in parts if get_origin(part) is Literal]:
         return "{" + ",".join(get_args(choices[0])) + "}"
+    if get_origin(annotation) is tuple and Ellipsis not in parts:
+        return " ".join(_metavar(get_args(part)[0] if get_args(part) else part) for part in get_args(annotation))
     names = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
     inner = [names[part] for part in parts if part in names]
     return inner[0] if inner else "VALUE"
@@ -81,7 +86,8 @@ def typed_section(flags: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> 
     given: dict[str, Any] = {}
     for name, value in flags.items():
         annotation = fields[name].annotation if name in fields else str  # model.preset is no field
-        given[name] = list(value) if isinstance(value, tuple) else _value(value, annotation)
+        several = [_value(word, get_args(annotation)[0]) for word in value] if isinstance(value, tuple) else None
+        given[name] = several if several is not None else _value(value, annotation)
     return given
 
 

@@ -27,7 +27,7 @@ def document_ranges(stream: TokenStream, max_tokens: int | None = None) -> list[
         if starts:
             begins.append(at)
         at += len(packed)
-    ranges = list(zip(begins, [*begins[1:], at], strict=True))
+    ranges = list(zip(begins, [*begins[1:], at], strict=True)) if begins else []
     if max_tokens is None or at <= max_tokens:
         return ranges
     stride = -(-at // max_tokens)

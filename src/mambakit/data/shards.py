@@ -270,9 +270,11 @@ class TokenStream:
         """Check the size of a file. Its inode must stay the same, and its content."""
         path = self.folder / shard.file
         state = path.stat() if path.is_file() else None
-        size = state.st_size if state else 0
+        size = state.st_size if state is not None else 0
         needed = self.index.bytes_of(shard)
-        if state is None or size != needed:
+        if state is None:
+            raise ShardError(f"{_name(path)} is missing; prepare the data again")
+        if size != needed:
             raise ShardError(f"{_name(path)} has {size} bytes, but the index says {needed}; prepare the data again")
         return state
 

@@ -92,7 +92,8 @@ def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
     shared = parallel.tp * parallel.cp
     data, rest = divmod(world.size, shared)
     if rest or not data:
-        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks")
+        start = "; start so many with --gpus" if world.is_one else ""
+        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks{start}")
     shard = {"none": 1, "hybrid": parallel.shard_size or world.local_size}.get(parallel.shard, data)
     if data and data % shard:
         problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")

@@ -7,12 +7,19 @@ store, never pickled objects.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,12 +29,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..files import UserError
+from ..files import RunError, UserError
 from ..progress import say
 
 OPENING = timedelta(hours=24)  # the first rank may be preparing text
 STEPPING = timedelta(minutes=30)  # the first step compiles
 HEARING_SECONDS = 20.0  # for the others to learn that the first rank has failed
+LAUNCHER = "MAMBAKIT_LAUNCHER"  # in the environment of ranks that a process of this machine has started: its number
+WATCHING_SECONDS = 1.0
+CRASHED = 70  # the exit status of a rank that did not expect its end: it may be started again
+LOST = ("gloo", "connection closed", "connection reset", "connection refused", "broken pipe")
 FIRST_PORT, NUM_PORTS = 20_000, 40_000
 Found = TypeVar("Found")
 
@@ -54,6 +65,11 @@ class World:
         """Whether this is a plain process, that nobody has started as a rank."""
         return self.store is None
 
+    @property
+    def is_launched_here(self) -> bool:
+        """Whether `mambakit train --gpus` has started the ranks."""
+        return LAUNCHER in os.environ
+
     @classmethod
     def join(cls) -> World:
         """The world that this process was started in, by its environment."""
@@ -66,6 +82,8 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if torch.cuda.is_available():
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        if launcher := os.environ.get(LAUNCHER):
+            threading.Thread(target=_end_without, args=(int(launcher),), name="launcher", daemon=True).start()
         store, _, _ = next(rendezvous("env://", timeout=OPENING))
         return cls(rank, size, local_rank, local_size, store)
 
@@ -73,9 +91,9 @@ class World:
         """Start the process group: gloo for the CPU, and NCCL for GPUs, which takes one rank on each."""
         if self.store is None or dist.is_initialized():
             return
-        on_gpu = device.type == "cuda" and self.local_size <= torch.cuda.device_count()
+        on_gpu = device.type == "cuda" and not self._shares_a_gpu(device)
         if device.type == "cuda" and not on_gpu and self.is_first:
-            say(f"{self.local_size} ranks share {torch.cuda.device_count()} GPUs, and so speak through the CPU: slowly")
+            say("ranks share a GPU, and so speak through the CPU, which is slow")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo,cuda:gloo" if device.type == "cuda" else "gloo",
             store=self.store,
@@ -84,6 +102,17 @@ class World:
             timeout=STEPPING,
             device_id=device if on_gpu else None,
         )
+
+    def _shares_a_gpu(self, device: torch.device) -> bool:
+        """Whether any GPU is that of two ranks."""
+        mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        return len(set(self._of_all(mine))) < self.size
+
+    def _of_all(self, value: str) -> list[str]:
+        """The values of all ranks."""
+        self._messages += 1
+        self.store.set(f"mambakit/{self._messages}/{self.rank}", value)
+        return [self.store.get(f"mambakit/{self._messages}/{rank}").decode() for rank in range(self.size)]
 
     def leave(self) -> None:
         if dist.is_initialized():
@@ -138,10 +167,7 @@ class World:
         """Refuse to go on where ranks have different values of what must be the same."""
         if self.store is None:
             return
-        self._messages += 1
-        mine = json.dumps(value, sort_keys=True)
-        self.store.set(f"mambakit/{self._messages}/{self.rank}", mine)
-        others = [self.store.get(f"mambakit/{self._messages}/{rank}").decode() for rank in range(self.size)]
+        others = self._of_all(json.dumps(value, sort_keys=True))
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         if not different:
             return
@@ -152,6 +178,30 @@ class World:
         self._wait_until_heard(heard)
         named = f"rank{'s' * (len(different) > 1)} {', '.join(map(str, different))}"
         raise UserError(f"{named} and rank 0 differ in {what}: {others[different[0]]} there, {others[0]} here")
+
+    @contextlib.contextmanager
+    def failing_once(self) -> Iterator[None]:
+        """Inside, an error is shown by the first rank that meets it. The others, which mostly meet the same one or lose
+        their connection to those that have ended, end quietly."""
+        try:
+            yield
+        except Exception as error:
+            if self.store is None:
+                raise
+            status = 2 if isinstance(error, UserError) else 1 if isinstance(error, RunError) else CRASHED
+            if is_lost_connection(error):
+                sys.stderr.write(f"rank {self.rank} has lost another rank, and ends\n")
+                raise DecidedElsewhere(CRASHED) from None
+            try:
+                is_first = self.store.add("mambakit/failed", 1) == 1
+            except Exception:  # the process that holds the store has ended
+                is_first = False
+            if not is_first:
+                raise DecidedElsewhere(status) from None
+            if status != CRASHED:
+                raise
+            sys.stderr.write(f"rank {self.rank} has crashed:\n{traceback.format_exc()}")
+            raise DecidedElsewhere(CRASHED) from None
 
     def sums(self, *numbers: float) -> list[float]:
         """The sum of each number over all ranks."""
@@ -170,16 +220,36 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def _end_without(launcher: int) -> None:
+    """Stop, as a signal stops a run, when the process that has started this one is gone."""
+    while os.getppid() == launcher:
+        time.sleep(WATCHING_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables, from those of srun. The first host of the step is where ranks meet."""
+    """torchrun's variables, from those of srun. Ranks meet at the first host of the step, at the address that Slurm
+    itself uses: not every name of a node is one that hosts know."""
     hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    found = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
+    first = _scontrol("hostnames", hosts).split()[0]
+    address = re.search(r"NodeAddr=(\S+)", _scontrol("node", first))
     place = int(environment["SLURM_JOB_ID"]) * 97 + int(environment.get("SLURM_STEP_ID", 0))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0],
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or found.stdout.split()[0],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or (address[1] if address else first),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + place % NUM_PORTS),
     }
+
+
+def _scontrol(what: str, name: str) -> str:
+    found = subprocess.run(["scontrol", "show", what, name], capture_output=True, text=True, check=True)
+    return found.stdout
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether a rank that has ended is the reason for this error."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(one in text for one in LOST))

@@ -478,5 +478,7 @@ def restore(run: Run, state: TrainingState) -> None:
         run.scaler.load_state_dict(dict(state.scaler))
     if state.carried is not None:
         run.carried = run.ranks.own_state(state.carried).map(lambda memory: memory.to(run.device))
-    if run.world.is_one:
+    if state.config["train"]["seed"] != run.config.train.seed:
+        torch.manual_seed(run.config.train.seed)
+    elif run.world.is_one:
         restore_random_states(state.random, run.device)

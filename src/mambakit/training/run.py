@@ -151,13 +151,13 @@ def _opened(
 ) -> Iterator[Run]:
     """A run, locked and ready to train."""
     world = World.join()
-    with contextlib.ExitStack() as stack:
+    with world.failing_once(), contextlib.ExitStack() as stack:
         if not world.is_first:
             stack.enter_context(silence())
 
         def decide() -> dict[str, Any]:
             """What the first rank decides, and all others take over."""
-            folder = _run_folder(out, resume)
+            folder = run_folder(out, resume)
             if not resume and init_from is None:
                 resolve(*layers)  # mistakes are told before anything is made
             check_folder(folder, resume)
@@ -200,7 +200,7 @@ def _opened(
         yield run
 
 
-def _run_folder(out: str | Path | None, resume: Resume) -> Path:
+def run_folder(out: str | Path | None, resume: Resume) -> Path:
     if out is None and resume:
         raise ConfigError("--resume needs the run to go on with; name it with --out RUN")
     if out is not None and not str(out):
@@ -379,6 +379,10 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
         yield from loop(run)
     except StopRequested:
         command = f"mambakit train --resume --out {shlex.quote(str(run.folder))}"
+        if not run.world.is_one:
+            command += (
+                f" --gpus {run.world.size}" if run.world.is_launched_here else f"   # with {run.world.size} ranks"
+            )
         again = ", and the settings that were changed now: no step was taken with them" * bool(
             run.changed and not run.has_trained
         )

@@ -60,6 +60,8 @@ class Start:
         native.remove_abandoned(folder)
         if not resume:
             return cls.of_model(init_from, folder)
+        if init_from is not None and native.checkpoints(folder):
+            say(f"the run goes on from its checkpoint; --init-from {init_from} was for its start")
         if not isinstance(resume, bool):
             named = _named(folder, path_of(resume))
             return cls(folder, named, None, (native.read_state(named).config,), is_new=False)
