@@ -11,7 +11,9 @@ from safetensors import safe_open
 
 from mambakit.data.prepare import prepare
 
-CLOCK_AND_MEMORY = ("tokens_per_second", "mfu", "memory_bytes")
+CLOCK_AND_MEMORY = (
+    "tokens_per_second", "mfu", "memory_bytes", "data_wait_seconds", "slowest_rank", "slowest_pass_seconds", "sum_share",
+)  # fmt: skip
 WORDS = ["the cat sat on the mat", "a dog ran after the cat", "birds sing in the morning", "rain fell on the roof"]
 
 

@@ -29,7 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2 of 4 groups, norm over the width": {**MAMBA2, "num_groups": 4, "gated_norm": "width"},
     "mamba2 whose groups are cut": {**MAMBA2, "d_model": 48, "num_groups": 3, "gated_norm": "group"},
 }
-Layout = tuple[str, dict[str, int]]
+Layout = tuple[str, dict[str, Any]]  # shard, degrees and other settings of parallel
+DEGREES = ("replicate", "shard", "cp", "tp")
 LAYOUTS: dict[int, list[Layout]] = {
     2: [
         ("none", {"replicate": 2}),
@@ -105,13 +106,14 @@ def train_alone(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def train_together(config: ModelConfig, layout: Layout, recompute: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The same by all ranks; of weights and gradients the parts of this one, with their places."""
-    shard, degrees = layout
+    shard, degrees = layout[0], {name: value for name, value in layout[1].items() if name in DEGREES}
     alone = train_alone(config, dtype)
     mesh = Mesh.of(torch.device("cpu"), **degrees)
     with torch.device("meta"):
         model = MambaLM(config).to(torch.promote_types(dtype, torch.float32))
     kind: Any = "hybrid" if degrees.get("replicate", 1) > 1 and shard == "full" else shard
-    parallel = ParallelConfig(shard=kind)
+    others = {name: value for name, value in layout[1].items() if name not in DEGREES}
+    parallel = ParallelConfig(shard=kind, **others)
     ranks = parallelize(model, mesh, parallel, dtype if dtype == torch.bfloat16 else torch.float32)
     ranks.load(alone["start"], torch.device("cpu"))
     model.backbone.recompute = recompute

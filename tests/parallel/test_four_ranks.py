@@ -16,6 +16,11 @@ def test_four_processes_train_as_one(tmp_path: Path, model: str) -> None:
     check(4, tmp_path, [(model, layout, "none") for layout in layouts.LAYOUTS[4] if not cut or "tp" in layout[1]])
 
 
+def test_fsdp2_is_the_same_however_it_is_steered(tmp_path: Path) -> None:
+    ways = [{"reduce": "every"}, {"reshard": False}, {"prefetch": 0}, {"prefetch": 3, "reshard": False}]
+    check(2, tmp_path, [("mamba2", ("full", {"shard": 2, **way}), "none") for way in ways])
+
+
 @pytest.mark.parametrize("level", ["light", "mixer", "block"])
 def test_what_is_recomputed_is_the_same(tmp_path: Path, level: str) -> None:
     shared = [("none", {"tp": 2}), ("none", {"cp": 2}), ("full", {"shard": 2})]

@@ -33,6 +33,8 @@ PAIRS: list[tuple[int, dict[str, Any], int, dict[str, Any]]] = [
     (2, {"cp": 2}, 2, {"shard": "full"}),
     (2, {"shard": "optimizer"}, 2, {"tp": 2}),
     (2, {}, 2, {"shard": "optimizer"}),
+    (4, {"shard": "hybrid", "shard_size": 2}, 2, {"cp": 2}),
+    (2, {"shard": "full"}, 4, {"tp": 2, "cp": 2}),
 ]
 
 
@@ -96,6 +98,18 @@ def assert_same(run: Path, alone: Path, step: int = 12) -> None:
     assert not list(verify(run))
 
 
+def assert_opens_in_transformers(run: Path, alone: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(40)[None]
+    logits = []
+    for folder in (run, alone):
+        model = AutoModelForCausalLM.from_pretrained(folder / "checkpoints/step_00000012").eval()
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
 def test_a_run_is_written_and_goes_on_at_any_layout(kind: str, shards: Path, tmp_path: Path) -> None:
     """In fp32: Adam magnifies the rounding of small gradients by the learning rate. tests/parallel/layouts.py is exact."""
@@ -108,6 +122,8 @@ def test_a_run_is_written_and_goes_on_at_any_layout(kind: str, shards: Path, tmp
         status, told = run(ranks, file, "--out", out)
         assert status == 0, told
         assert_same(out, tmp_path / "alone")
+        if number == 0:
+            assert_opens_in_transformers(out, tmp_path / "alone")
         copy = shutil.copytree(out, tmp_path / f"again-{number}")
         words = [f"--parallel.{name}={value}" for name, value in {**PLAIN, **layout_after}.items()]
         status, told = run(ranks_after, "--resume", copy / "checkpoints/step_00000006", "--out", copy, *words)
@@ -239,6 +255,39 @@ def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
         )
         for rank, command in enumerate(commands)
     ]
+
+
+FULL = """
+import os
+from mambakit.checkpoint import slices
+if os.environ.get("RANK") == "1":
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+    slices.os.pwrite = refuse
+"""
+
+
+def test_a_rank_that_cannot_write_leaves_the_last_good_checkpoint(shards: Path, tmp_path: Path) -> None:
+    values = settings(shards, "mamba2", train={"steps": 4, "eval_every": 0}, checkpoint={"every": 4})
+    values["parallel"] = {"device": "cpu", "shard": "full"}
+    file, out = config_file(tmp_path, values), tmp_path / "run"
+    assert run(2, file, "--out", out)[0] == 0
+    code = f"{FULL}\nimport sys\nfrom mambakit.cli import main\nsys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "train", "--resume", "--out", str(out), "--train.steps", "8"]
+    ranks = start_ranks(words, words)
+    told = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, 1], told
+    assert "".join(told).count("No space left on device") == 1 and "Traceback" not in "".join(told)
+    assert [path.name for path in native.checkpoints(out)] == ["step_00000004"] and not list(verify(out))
+    assert run(2, "--resume", "--out", out, "--train.steps", "8")[0] == 0
+
+
+def test_the_checkpoint_of_another_model_is_refused_once(shards: Path, tmp_path: Path) -> None:
+    train(settings(shards, "mamba2", train={"steps": 2}), out=tmp_path / "other", quiet=True)
+    values = settings(shards, "mamba2", model={"d_model": 64})
+    words = [config_file(tmp_path, values), "--init-from", tmp_path / "other", "--out", tmp_path / "run"]
+    status, told = run(2, *words)
+    assert status == 2 and told.count("holds another model") == 1 and "Traceback" not in told, told
 
 
 def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:

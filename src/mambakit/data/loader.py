@@ -78,14 +78,24 @@ class Batch:
 
 
 class Loader:
-    """An endless iterator over batches of `batch_rows` rows, from row `next_row` on."""
+    """An endless iterator over batches of `batch_rows` rows, from row `next_row` on. Where `own` is given, only these
+    rows of each batch are read, from its first to before its second: those of a rank."""
 
-    def __init__(self, stream: TokenStream, config: DataConfig, batch_rows: int, *, next_row: int = 0) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        config: DataConfig,
+        batch_rows: int,
+        *,
+        next_row: int = 0,
+        own: tuple[int, int] | None = None,
+    ) -> None:
         if len(stream) < 2:
             raise ShardError(
                 f"the {stream.split} split of {stream.folder} has {len(stream)} tokens; need at least 2 to learn from"
             )
         self.stream, self.config, self.batch_rows = stream, config, batch_rows
+        self.own = own or (0, batch_rows)
         self.length = config.sequence_length
         self.num_windows = -(-(len(stream) - 1) // self.length)
         # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
@@ -132,13 +142,14 @@ class Loader:
     def read(self, first_row: int) -> Batch:
         """The batch that starts with this row."""
         layout, length = self.stream.layout, self.length
-        packed = np.zeros((self.batch_rows, length + 1), layout.dtype)  # places that are not filled are no targets
-        carries = np.zeros(self.batch_rows, dtype=bool)
-        for i in range(self.batch_rows):
-            window = self.window(first_row + i)
+        rows = range(first_row + self.own[0], first_row + self.own[1])
+        packed = np.zeros((len(rows), length + 1), layout.dtype)  # places that are not filled are no targets
+        carries = np.zeros(len(rows), dtype=bool)
+        for i, row in enumerate(rows):
+            window = self.window(row)
             if window is not None:
                 self.stream.read_into(packed[i], window * length)
-                carries[i] = self._carries(first_row + i)
+                carries[i] = self._carries(row)
         starts = layout.starts(packed)
         return make_batch(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
 

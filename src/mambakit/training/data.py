@@ -65,15 +65,21 @@ def find_shards(config: RunConfig, run: Path) -> Path | None:
 
 
 def open_data(
-    config: RunConfig, shards: Path | None, batches: Iterable[Any] | None, progress: Progress
+    config: RunConfig,
+    shards: Path | None,
+    batches: Iterable[Any] | None,
+    progress: Progress,
+    own: tuple[int, int] | None = None,
 ) -> TrainingData:
-    """The data of a run that has come so far. Without `shards` there are batches."""
+    """The data of a run that has come so far, and of each batch this rank's `own` rows. Without `shards` there are
+    batches."""
     if shards is None:
         return TrainingData(own_batches(batches, progress.step, config))
     val = TokenStream(shards, "val")
     loader = None
     if batches is None:
-        loader = Loader(TokenStream(shards, "train"), config.data, config.batch_rows, next_row=progress.next_row)
+        stream = TokenStream(shards, "train")
+        loader = Loader(stream, config.data, config.batch_rows, next_row=progress.next_row, own=own)
     rows = iter(loader) if loader else own_batches(batches, progress.step, config)
     ranges = tuple(_val_ranges(val, config.train.eval_tokens))
     return TrainingData(rows, loader, val, ranges, tokenizer_of(shards), (read_index(shards).end_token,))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from .data import TrainingData
 from .display import Display
 from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
+from .pace import Pace, Times
 from .passes import GraphedPass, Pass
 from .recorder import Record, Recorder
 from .schedule import learning_rate
@@ -53,6 +55,7 @@ class Step:
     rate: float
     num_tokens: int
     progress: Progress  # after the step
+    times: Times | None = None  # among ranks
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Run:
     matmul_flops: float
     metrics: MetricsFile | None  # of the first rank
     display: Display
+    pace: Pace
     recorder: Recorder
     stopper: Stopper
     progress: Progress
@@ -146,6 +150,7 @@ def step(run: Run) -> None:
     config, progress = run.config, run.progress
     if run.unrecorded is None:
         run.clock = Moment(run.device)
+    asked = time.perf_counter()
     try:
         batch = next(run.data.batches, None)
     except Exception:  # a shard that was cut short, or whatever a person's own batches raise
@@ -155,11 +160,13 @@ def step(run: Run) -> None:
         _save_what_is_done(run)
         saved = "the run is saved" if progress.step else "there was none"
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; {saved}")
+    mesh = run.ranks.mesh
+    num_targets = run.pace.begin(batch.num_targets, time.perf_counter() - asked, mesh.tp * mesh.cp)
     random = random_states(run.device)
     run.ranks.seed(config.train.seed, progress.step)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
     try:
-        loss, states = _accumulate(run, batch)
+        loss, states = _accumulate(run, batch, num_targets)
     except Exception as error:  # as if the step had not begun
         run.optimizer.zero_grad(set_to_none=True)
         if isinstance(error, torch.AcceleratorError):
@@ -171,20 +178,21 @@ def step(run: Run) -> None:
         if not isinstance(error, StopRequested):
             _save_what_is_done(run)
         raise
+    run.pace.mark()
     try:
-        norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip)
+        norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip, run.pace.mark)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(f"AdamW's averages do not fit in the memory of {run.device}; take a smaller --model") from error
     run.carried = states
-    num_tokens = batch.tokens.numel()
+    num_tokens = batch.tokens.numel() * mesh.data_size
     progress.step += 1
     progress.tokens += num_tokens
-    progress.next_row += batch.num_rows
+    progress.next_row += batch.num_rows * mesh.data_size
     numbers = Numbers(loss, norm)
     record_last_step(run)
-    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress))
+    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress), run.pace.times())
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
 
@@ -207,11 +215,12 @@ def _save_what_is_done(run: Run) -> None:
         save(run)
 
 
-def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
-    """Gradients of the mean loss over all targets of the batch; the loss; and the states after it, if carried."""
+def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | None]:
+    """Gradients of the mean loss over the targets of all ranks' batches; the loss; and the states after it, if
+    carried."""
     rows = run.config.micro_batch_rows
-    num_targets = torch.full((), max(1, batch.num_targets), dtype=torch.float32, device=run.device)
-    batch = _own_part(run, batch)
+    num_targets = torch.full((), max(1, of_all), dtype=torch.float32, device=run.device)
+    batch = _own_columns(run, batch)
     loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
     states: list[State] = []
     for begin in range(0, batch.num_rows, rows):
@@ -229,10 +238,9 @@ def _accumulate(run: Run, batch: Batch) -> tuple[Tensor, State | None]:
     return loss, State.join(states) if states else None
 
 
-def _own_part(run: Run, batch: Batch) -> Batch:
-    """This rank's rows of a batch, and its columns of them."""
-    begin, end = run.ranks.rows_of(batch.num_rows)
-    return batch.rows(begin, end).columns(*run.ranks.columns_of(batch.tokens.shape[1]))
+def _own_columns(run: Run, batch: Batch) -> Batch:
+    """This rank's part of the length of rows."""
+    return batch.columns(*run.ranks.columns_of(batch.tokens.shape[1]))
 
 
 def _memory_before(run: Run, micro: Batch, begin: int) -> tuple[Tensor, ...]:
@@ -266,6 +274,7 @@ def record_last_step(run: Run) -> None:
         "tokens_per_second": step.num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
+        **run.pace.record(step.times, seconds),
     }
     if not run.has_trained:  # until now the config on disk was that of the step before
         if run.world.is_first:
@@ -364,7 +373,8 @@ def _evaluate(run: Run) -> Record:
     run.display.doing("evaluating")
     rows *= run.ranks.mesh.data_size
     batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
-    own = (_own_part(run, batch.padded(run.ranks.mesh.data_size)) for batch in batches)
+    padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
+    own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
     result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
     if not run.world.is_one:
         loss_sum, targets = run.world.sums(result.loss_sum, result.targets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,19 @@ def make_optimizer(
 
 
 def update(
-    ranks: Ranks, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, clip: float | None
+    ranks: Ranks,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    lr: float,
+    clip: float | None,
+    after_sum: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """One optimizer step: sum the gradients over ranks, unscale them, clip their norm, step, clear them. Gives the norm
     before clipping."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     ranks.reduce_gradients()
+    after_sum()
     scaler.unscale_(optimizer)
     ranks.agree_on_overflow(scaler, optimizer)
     norm = ranks.clip(clip)

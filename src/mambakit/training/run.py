@@ -37,6 +37,7 @@ from .history import Origin
 from .loop import Run, loop, restore, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
+from .pace import Pace
 from .passes import make_pass
 from .recorder import Recorder
 from .sizing import check_memory, default_settings
@@ -291,7 +292,7 @@ def _assemble(
     keep_freed_memory()
     if world.is_first and not native.checkpoints(start.folder):
         _check_space(start.folder, model, config)
-    data = open_data(config, shards, batches, progress)
+    data = open_data(config, shards, batches, progress, ranks.rows_of(config.batch_rows))
     check_same_rows(state, data.loader, start.checkpoint)
     total_steps = _total_steps(config, data.loader, progress)
     _check_length(config, total_steps, has_evaluations=bool(data.val_ranges))
@@ -319,7 +320,7 @@ def _assemble(
         ),
         optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
-        recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
+        pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
         # not finite may be due to these.
