@@ -25,7 +25,8 @@ from mambakit.parallel import Mesh, Ranks, World, parallelize
 from mambakit.training.optim import make_optimizer, update
 from mambakit.training.passes import make_pass
 
-WAYS = ("plain", "none", "plain", "full", "optimizer")
+# FSDP2: "full" frees a block's parameters after its forward pass, "kept" keeps them. "eager" is without CUDA graphs.
+WAYS = ("plain", "none", "full", "plain", "kept", "optimizer", "eager", "plain")
 
 
 def ranks_of(config: ModelConfig, way: str, device: torch.device, dtype: torch.dtype) -> Ranks:
@@ -33,8 +34,9 @@ def ranks_of(config: ModelConfig, way: str, device: torch.device, dtype: torch.d
     weights = MambaLM(config).state_dict()
     with torch.device("meta"):
         model = MambaLM(config)
-    parallel = ParallelConfig(shard="none" if way == "plain" else way)  # type: ignore[arg-type]
-    ranks = parallelize(model, Mesh() if way == "plain" else Mesh.of(device), parallel, dtype)
+    shard: Any = {"plain": "none", "eager": "none", "kept": "full"}.get(way, way)
+    parallel = ParallelConfig(shard=shard, reshard=way != "kept")
+    ranks = parallelize(model, Mesh() if way in ("plain", "eager") else Mesh.of(device), parallel, dtype)
     ranks.load(weights, device)
     model.train()
     return ranks
@@ -47,7 +49,7 @@ def measure(config: ModelConfig, rows: int, length: int, way: str, steps: int) -
     ranks = ranks_of(config, way, device, dtype)
     ranks.model.backbone.recompute = "light" if on_gpu else "none"
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    run = make_pass(ranks, scaler, dtype, shape=(rows, length), compiled=False, graphed=True)
+    run = make_pass(ranks, scaler, dtype, shape=(rows, length), compiled=False, graphed=way != "eager")
     optimizer = make_optimizer(ranks.parameters, OPTIM, device)
     random = torch.Generator(device).manual_seed(0)
     seconds, losses = [], []

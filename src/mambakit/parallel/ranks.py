@@ -369,9 +369,10 @@ def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torc
     narrow = dtype if dtype != torch.float32 else None
     narrows = fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.sharded, "ignored_params": small}
+    reshards = config.reshard and mesh.shard * mesh.cp > 1  # a rank that has all of them anyway frees nothing
     blocks: list[Any] = model.blocks()
     for block in blocks:
-        fsdp.fully_shard(block, reshard_after_forward=config.reshard, mp_policy=narrows, **options)
+        fsdp.fully_shard(block, reshard_after_forward=reshards, mp_policy=narrows, **options)
     keeps = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     fsdp.fully_shard(model, reshard_after_forward=False, mp_policy=keeps, **options)
     for unit in [model, *blocks]:
