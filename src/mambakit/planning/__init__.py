@@ -1,0 +1,3 @@
+"""x"""
+from .held import Held, held
+from .traffic import Traffic, traffic
