@@ -91,7 +91,7 @@ class RowParallel(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         output = sum_over(F.linear(input, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # as autocast does
 
 
 class SelectParallel(RowParallel):
