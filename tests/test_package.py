@@ -61,6 +61,7 @@ DOORS: dict[str, str] = {
     "parallel": "config files model ops progress",
     "data": "config files progress",
     "checkpoint": "config data files model parallel progress",
+    "planning": "config device model parallel presets",
     "generate": "files model",
     "loaded": "checkpoint generate",
     "evaluation": "checkpoint data device files generate model progress",
@@ -69,7 +70,7 @@ DOORS: dict[str, str] = {
     "training": "checkpoint config data device evaluation files generate measure model parallel presets progress",
     "launch": "files training",
     "bench": "config device files measure model ops parallel training",
-    "cli": "bench checkpoint config data device evaluation files launch loaded presets progress reporting training verify",
+    "cli": "bench checkpoint config data device evaluation files launch loaded planning presets progress reporting training verify",
     "__main__": "cli",
     "__init__": "checkpoint config data evaluation loaded model ops reporting training",
 }

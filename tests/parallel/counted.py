@@ -19,7 +19,7 @@ from torch import Tensor
 from mambakit import MambaLM
 from mambakit.config import resolve
 from mambakit.device import choose_dtype, choose_recompute
-from mambakit.parallel import World, mesh_of, parallelize
+from mambakit.parallel import Ranks, World, mesh_of, parallelize
 from mambakit.parallel.places import local_part
 from mambakit.training.loop import _accumulate, _agree_to_stop
 from mambakit.training.optim import make_optimizer, update
@@ -44,7 +44,7 @@ FUNCTIONS = {
     "send": ("other", 0, "tensor"),
     "recv": ("other", 0, "tensor"),
 }
-# Who calls: a part of a file's path, and a function; the first that is on the stack.
+# Who calls: a part of a file's path, and a function.
 CALLERS = (
     ("fsdp/_fully_shard", "foreach_all_gather", "parameters"),
     ("fsdp/_fully_shard", "foreach_reduce", "gradients"),
@@ -56,20 +56,21 @@ CALLERS = (
     ("parallel/cross_entropy", "", "cross entropy"),
     ("parallel/context", "", "context-parallel states"),
     ("parallel/tensor", "", "tensor-parallel sums"),
-    ("parallel/collectives", "", "tensor-parallel sums"),
 )
 Counts = dict[str, list[int]]  # "purpose, operation": calls, bytes
 
 
 def _purpose() -> str:
-    frames, frame = [], sys._getframe()
+    """That of the nearest caller. Sums of which only autograd is the caller are tensor parallelism's."""
+    frame, is_sum = sys._getframe(), False
     while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_code.co_name))
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        for part, function, purpose in CALLERS:
+            if part in file and function in ("", name):
+                return purpose
+        is_sum = is_sum or "parallel/collectives" in file
         frame = frame.f_back  # type: ignore[assignment]
-    for part, function, purpose in CALLERS:
-        if any(part in file and function in ("", name) for file, name in frames):
-            return purpose
-    return "unknown"
+    return "tensor-parallel sums" if is_sum else "unknown"
 
 
 def count_calls(counts: Counts) -> None:
@@ -115,6 +116,7 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
         run_micro_batch=make_pass(ranks, scaler, dtype, shape=(1, 1), compiled=False, graphed=False),
     )  # fmt: skip
     steps = []
+    whole = _whole_gradients(model, ranks)
     for number in range(2):
         counts.clear()
         _agree_to_stop(run)  # type: ignore[arg-type]
@@ -123,11 +125,34 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
             "parameters": stored_bytes(model.parameters()),
             "gradients": stored_bytes(parameter.grad for parameter in model.parameters()),
         }
+        found["summed_later"] = max(whole, default=0)
         update(ranks, optimizer, scaler, 1e-3, config.optim.clip)
         found["optimizer"] = stored_bytes(t for state in optimizer.state.values() for t in state.values())
         found["count"] = sum(parameter.numel() for parameter in ranks.parameters.values())
         steps.append({"held": found, "handed": dict(counts)})
     return {"rank": mesh.rank, "steps": steps}
+
+
+def _whole_gradients(model: MambaLM, ranks: Ranks) -> list[int]:
+    """A list that gets the bytes of the gradients that FSDP2 keeps whole, before each pass."""
+    found: list[int] = []
+
+    def look(*_: Any) -> None:
+        states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        kept = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        found.append(
+            sum(
+                gradient.nbytes
+                for p in kept
+                for gradient in (p.unsharded_accumulated_grad, p._unsharded_param.grad)
+                if gradient is not None
+            )
+        )
+
+    if ranks.is_sharded:
+        model.backbone.embedding.register_forward_pre_hook(look)
+    return found
 
 
 def together(world: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -79,9 +79,12 @@ class Step:
         return sum(self.rows) * self.length
 
     @property
-    def is_mixed_again(self) -> bool:
-        """Whether backward computes all between in_proj and out_proj once more."""
-        return recompute_level(self.config) in ("mixer", "block")
+    def mixed_again(self) -> int:
+        """How often backward computes all between in_proj and out_proj once more. With context parallelism twice: its
+        recurrence runs a backward pass inside of backward, for which torch's checkpointing begins anew."""
+        if recompute_level(self.config) not in ("mixer", "block"):
+            return 0
+        return 2 if self.mesh.cp > 1 else 1
 
     def of_layer(self, name: str) -> Tensor | None:
         """The first layer's; all are alike."""
@@ -149,16 +152,17 @@ def _tensor(step: Step) -> Iterator[Traffic]:
     # Gradients of in_proj's input, of which the first is the embedding, and of the head's.
     yield sums(layers + 1, tokens * width * (FP32 + layers * narrow))
     # out_proj's output. Recomputation ends with its input, unless dropout comes after it.
-    times = 2 if recompute_level(config) == "block" and config.model.dropout else 1
+    level = recompute_level(config)
+    times = 1 + step.mixed_again if level == "block" and config.model.dropout else 1
     yield sums(times * layers, times * layers * tokens * width * narrow)
     if isinstance(dims, Mamba1Dims):  # x_proj's output, in both passes
-        times = 2 + step.is_mixed_again
+        times = 2 + step.mixed_again
         selected = dims.dt_rank + 2 * dims.state_size
         yield sums(times * layers, times * layers * tokens * selected * narrow)
         return
     is_shared = dims.num_groups % step.mesh.tp > 0
     if is_shared or dims.gated_norm == "width":  # the gated norm's squares, in both passes
-        times = 2 + (recompute_level(config) != "none")
+        times = 2 + (level == "light") + step.mixed_again
         groups = dims.d_inner // dims.norm_group
         yield sums(times * layers, times * layers * tokens * groups * FP32)
     if is_shared:  # gradients of rows of B and C that several ranks hold
@@ -178,7 +182,7 @@ def _cross_entropy(step: Step) -> Iterator[Traffic]:
 
 def _context(step: Step) -> Iterator[Traffic]:
     dims, layers, rows = step.config.model.dims, step.config.model.num_layers, sum(step.rows)
-    again = int(step.is_mixed_again)
+    again = step.mixed_again
 
     def states(calls: int, num_bytes: int) -> Traffic:
         return Traffic("context-parallel states", "all-gather", ("cp",), step.passes * calls, rows * num_bytes)
