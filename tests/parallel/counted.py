@@ -19,7 +19,7 @@ from torch import Tensor
 from mambakit import MambaLM
 from mambakit.config import resolve
 from mambakit.device import choose_dtype, choose_recompute
-from mambakit.parallel import Ranks, World, mesh_of, parallelize
+from mambakit.parallel import Ranks, World, cross_entropy, mesh_of, parallelize
 from mambakit.parallel.places import local_part
 from mambakit.training.loop import _accumulate, _agree_to_stop
 from mambakit.training.optim import make_optimizer, update
@@ -98,6 +98,7 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
 
     device = torch.device("cpu")
     config = resolve(settings)
+    cross_entropy.LOGITS_AT_ONCE = int(os.environ.get("LOGITS_AT_ONCE", cross_entropy.LOGITS_AT_ONCE))
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), local_size, store)
     dtype = choose_dtype(config.train.precision, device)
     mesh = mesh_of(config, world, device)

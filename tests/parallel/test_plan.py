@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mambakit.config import resolve
-from mambakit.parallel import Mesh
+from mambakit.parallel import Mesh, cross_entropy
 from mambakit.parallel.mesh import degrees_of
 from mambakit.planning import held, traffic
 
@@ -40,7 +40,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 def case(name: str, layout: dict[str, Any], micro: int = 1, **sections: Any) -> dict[str, Any]:
     settings = {
-        "model": {**layouts.SIZES, **layouts.MODELS[name], **sections.get("model", {})},
+        "model": {**layouts.SIZES, "vocab_multiple": 1, **layouts.MODELS[name], **sections.get("model", {})},
         "data": {"sequence_length": layouts.LENGTH},
         "train": {"batch_tokens": layouts.ROWS * layouts.LENGTH, "micro_batch_rows": micro, "precision": "fp32", **sections.get("train", {})},
         "parallel": {"device": "cpu", **layout},
@@ -106,3 +106,12 @@ def test_settings_of_fsdp_and_a_short_last_micro_batch_are_planned(tmp_path: Pat
     cases += [case("mamba1", layout, 3) for layout in ({"tp": 2}, {"cp": 2}, {"tp": 2, "shard": "full"})]
     cases += [case("mamba2 whose groups are cut", {"tp": 2}), case("mamba2", {"tp": 2}, model={"conv_bias": False})]
     check(2, tmp_path, cases)
+
+
+def test_ranks_with_unlike_parts_of_the_vocabulary_cut_the_loss_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18 and 19 rows: 54 logits would be those of three tokens on one rank, and of two on the other."""
+    monkeypatch.setenv("LOGITS_AT_ONCE", "54")
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 54)
+    check(2, tmp_path, [case("mamba1", {"tp": 2})])

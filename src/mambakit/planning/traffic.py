@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import Mamba1Dims, Mamba2Dims, Recompute, RunConfig
 from ..device import choose_recompute
 from ..parallel import Mesh
-from ..parallel.cross_entropy import LOGITS_AT_ONCE
+from ..parallel.cross_entropy import tokens_at_once
 from ..parallel.ranks import buckets
 from .held import FP32, LAYER, is_sharded, local_parameters, padded
 
@@ -175,7 +175,7 @@ def _tensor(step: Step) -> Iterator[Traffic]:
 
 def _cross_entropy(step: Step) -> Iterator[Traffic]:
     """Three numbers of each token."""
-    at_once = max(1, LOGITS_AT_ONCE // max(1, step.local["backbone.embedding.weight"].shape[0]))
+    at_once = tokens_at_once(-(-step.config.model.padded_vocab_size // step.mesh.tp))
     calls = sum(-(-rows * step.length // at_once) for rows in step.rows)
     yield Traffic("cross entropy", "all-gather", ("tp",), calls, 3 * step.num_tokens * FP32)
 
