@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mambakit.config import resolve
-from mambakit.parallel import Mesh, cross_entropy
-from mambakit.parallel.mesh import degrees_of
+from mambakit.parallel import cross_entropy
+from mambakit.parallel.mesh import layout_of
 from mambakit.planning import held, traffic
 
 from . import counted, layouts
@@ -42,7 +43,12 @@ def case(name: str, layout: dict[str, Any], micro: int = 1, **sections: Any) -> 
     settings = {
         "model": {**layouts.SIZES, "vocab_multiple": 1, **layouts.MODELS[name], **sections.get("model", {})},
         "data": {"sequence_length": layouts.LENGTH},
-        "train": {"batch_tokens": layouts.ROWS * layouts.LENGTH, "micro_batch_rows": micro, "precision": "fp32", **sections.get("train", {})},
+        "train": {
+            "batch_tokens": layouts.ROWS * layouts.LENGTH,
+            "micro_batch_rows": micro,
+            "precision": "fp32",
+            **sections.get("train", {}),
+        },
         "parallel": {"device": "cpu", **layout},
     }
     return {"settings": settings, "local_size": 2}
@@ -51,9 +57,9 @@ def case(name: str, layout: dict[str, Any], micro: int = 1, **sections: Any) -> 
 def check(world: int, folder: Path, cases: list[dict[str, Any]]) -> None:
     for given, by_rank in zip(cases, counted.together(world, folder, cases), strict=True):
         config = resolve(given["settings"])
-        degrees = degrees_of(config, world, given["local_size"])
+        layout = layout_of(config, world, given["local_size"])
         for found in by_rank:
-            mesh = Mesh(**degrees, rank=found["rank"])
+            mesh = dataclasses.replace(layout, rank=found["rank"])
             planned = held(config, mesh)
             handed: dict[str, list[int]] = {}
             for each in traffic(config, mesh):
@@ -63,7 +69,11 @@ def check(world: int, folder: Path, cases: list[dict[str, Any]]) -> None:
             for step in found["steps"]:
                 where = (given["settings"], found["rank"])
                 real = step["held"]
-                assert (planned.parameters, planned.gradients, planned.optimizer) == (real["parameters"], real["gradients"], real["optimizer"]), where
+                assert (planned.parameters, planned.gradients, planned.optimizer) == (
+                    real["parameters"],
+                    real["gradients"],
+                    real["optimizer"],
+                ), where
                 assert planned.summed_later == real["summed_later"], where
                 assert handed == step["handed"], where
 

@@ -39,8 +39,8 @@ def plan(
     """Compute what a layout of ranks holds and communicates, and how fast layouts would train on up to 4,096 GPUs.
 
     Needs no GPU, and allocates nothing. What a rank holds and hands to others is exact: tests count it on real ranks.
-    Speeds are estimates, from a measured rate of one GPU and the speed of links; the output says how. Settings are those
-    of train, and a layout that train would refuse is refused.
+    Speeds are estimates from a measured rate of one GPU and the speed of links. Settings are those of train, and a
+    layout that train would refuse is refused.
 
     For example:
       mambakit plan --model mamba2-1.3b --recipe paper-130m --parallel.shard full
@@ -81,7 +81,7 @@ def _resolved(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
     names = [each if isinstance(each, str) else each.get("preset") for each in models]
     preset = next((name for name in reversed(names) if name is not None), None)
     if preset is None:
-        raise ConfigError("how large the vocabulary is, is not known; set --model.vocab-size, or name a --model")
+        raise ConfigError("the size of the vocabulary is not known; set --model.vocab-size, or name a --model")
     return resolve(*layers, vocab_size=presets.MODELS[preset]["vocab_size"])
 
 
@@ -115,20 +115,20 @@ def _print(found: Report) -> None:
         f"Speeds are estimates. One GPU: {found.rate:,.0f} tokens/s, {found.rate_source}. Links: "
         f"{found.machine.link / 1e9:,.0f} GB/s within the {found.machine.gpus_per_node} GPUs of a machine, "
         f"{found.machine.network / 1e9:,.0f} GB/s for each across; {LATENCY * 1e6:.0f} µs for each hop. Only FSDP2's "
-        "collectives overlap with computing. Real runs are slower. > marks the layout to choose: about the fastest, and of "
-        "these the one that holds least."
+        "collectives overlap with computing. Real runs are slower. > marks the layout to choose: about the fastest, "
+        "and of these the one that holds least."
     )
     table = Table("GPUs", "layout", "tokens/s", "per GPU", "efficiency", "GiB held", "rows")
     for gpus, speeds in found.speeds.items():
-        for each in speeds:
+        for one in speeds:
             table.add_row(
                 f"{gpus:,}",
-                f"{'> ' if each is choice(speeds) else '  '}{each.layout}",
-                f"{each.tokens_per_second:,.0f}",
-                f"{each.tokens_per_second / gpus:,.0f}",
-                f"{each.efficiency:.0%}",
-                f"{each.held.total / GIB:,.1f}",
-                f"{each.tokens // found.config.data.sequence_length:,}",
+                f"{'> ' if one is choice(speeds) else '  '}{one.layout}",
+                f"{one.tokens_per_second:,.0f}",
+                f"{one.tokens_per_second / gpus:,.0f}",
+                f"{one.efficiency:.0%}",
+                f"{one.held.total / GIB:,.1f}",
+                f"{one.tokens // found.config.data.sequence_length:,}",
             )
     screen.print(table)
     print_line(found.stop)

@@ -16,8 +16,8 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, loss_mask: Tensor | None = None, group: Group, first: int,
     most_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """ops.linear_cross_entropy, given this rank's rows of the weight, which begin with row `first`. `most_rows` are those
-    of the rank that has most: all ranks cut the tokens into the same blocks."""
+    """ops.linear_cross_entropy, given this rank's rows of the weight, which begin with row `first`. `most_rows` are
+    those of the rank that has most: all ranks cut the tokens into the same blocks."""
     at_once = tokens_at_once(most_rows)
     counted = torch.ones_like(targets, dtype=torch.bool) if loss_mask is None else loss_mask.to(torch.bool)
     loss_sum: Tensor = _CrossEntropy.apply(share(hidden, group), weight, targets, counted, group, first, at_once)  # type: ignore[no-untyped-call]

@@ -85,9 +85,9 @@ class Mesh:
         return devices["replicate", "shard"] if self.replicate > 1 else devices["shard"]
 
 
-def degrees_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: bool = False) -> dict[str, int]:
-    """replicate, shard, cp and tp of so many ranks, `local_size` of them on a machine. Raises ConfigError with all that
-    stands against it. `is_one`: a plain process, which has no process group."""
+def layout_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: bool = False) -> Mesh:
+    """The mesh of so many ranks, `local_size` of them on a machine, before there are any. Raises ConfigError with all
+    that stands against it. `is_one`: a plain process, which has no process group."""
     parallel = config.parallel
     problems = []
     data, rest = divmod(num_ranks, parallel.tp * parallel.cp)
@@ -109,15 +109,15 @@ def degrees_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: bo
     problems += sharing_problems(config.model, parallel.tp)
     if problems:
         raise ConfigError("\n".join(problems))
-    return {"replicate": data // shard, "shard": shard, "cp": parallel.cp, "tp": parallel.tp}
+    return Mesh(data // shard, shard, parallel.cp, parallel.tp)
 
 
 def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
     """The ranks as the config arranges them. Raises on all of them where they cannot be."""
     try:
-        degrees = degrees_of(config, world.size, world.local_size, is_one=world.is_one)
+        mesh = layout_of(config, world.size, world.local_size, is_one=world.is_one)
     except ConfigError:
         if world.is_first:
             raise
         raise DecidedElsewhere(2) from None
-    return Mesh.of(device, **degrees)
+    return Mesh.of(device, replicate=mesh.replicate, shard=mesh.shard, cp=mesh.cp, tp=mesh.tp)

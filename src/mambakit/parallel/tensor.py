@@ -136,8 +136,9 @@ def share_layers(model: MambaLM, sharing: Sharing, group: Group) -> None:
     head.group, head.sizes = group, [even(rows, sharing.ranks, rank).length for rank in range(sharing.ranks)]
     model.backbone.embedding, model.lm_head = embedding, head  # type: ignore[assignment]
     model.tie_weights()
-    rows_here = {"first": embedding.first, "most_rows": max(head.sizes)}
-    model.cross_entropy = functools.partial(linear_cross_entropy, group=group, **rows_here)
+    model.cross_entropy = functools.partial(
+        linear_cross_entropy, group=group, first=embedding.first, most_rows=max(head.sizes)
+    )
     for block in model.blocks():
         block.mixer = _mixer(block.mixer, sharing, group)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..parallel import Mesh
-from ..parallel.mesh import degrees_of
+from ..parallel.mesh import NAMES, layout_of
 from .held import Held, largest
 from .scaling import LATENCY, SIZES, Machine, Speed, choice, fastest, grown, layout_name, measured_rate, stop
 from .traffic import Traffic, traffic
@@ -28,19 +28,19 @@ class Report:
 
     @property
     def layout(self) -> str:
-        return layout_name(self.config.parallel, self.mesh)
+        return layout_name(self.config, self.mesh)
 
     @property
     def stop(self) -> str:
         return stop([(gpus, choice(speeds)) for gpus, speeds in self.speeds.items()])
 
     def to_json(self) -> dict[str, Any]:
-        degrees = {name: getattr(self.mesh, name) for name in ("replicate", "shard", "cp", "tp")}
+        degrees = {name: getattr(self.mesh, name) for name in NAMES}
         rows = []
         for speeds in self.speeds.values():
             rows += [
                 {
-                    "gpus": each.gpus, "layout": each.layout, "batch_tokens": each.tokens,
+                    "gpus": each.mesh.size, "layout": each.layout, "batch_tokens": each.tokens,
                     "tokens_per_second": each.tokens_per_second, "efficiency": each.efficiency,
                     "computing_seconds": each.computing, "overlapping_seconds": each.overlapping,
                     "waiting_seconds": each.waiting, "held_bytes": each.held.total,
@@ -64,7 +64,7 @@ class Report:
 
 def report(config: RunConfig, ranks: int, machine: Machine, rate: float | None, *, grow_batch: bool = False) -> Report:
     """Raises ConfigError where so many ranks cannot have the config's layout."""
-    mesh = Mesh(**degrees_of(config, ranks, machine.gpus_per_node, is_one=ranks == 1))
+    mesh = layout_of(config, ranks, machine.gpus_per_node, is_one=ranks == 1)
     source = "as given"
     if rate is None:
         rate, source = measured_rate(config.model)

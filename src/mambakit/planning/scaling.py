@@ -5,20 +5,21 @@
 Computing is the tokens of a step over the rate of one GPU, shared evenly. FSDP2's gathers and reductions overlap with
 it; the rest is waited for. A collective of n ranks moves 2 (n-1)/n of its bytes (all-reduce) or (n-1)/n of those of all
 ranks (gather, scatter) over the slowest link of the group, and waits LATENCY for each hop: n-1 of them in a ring, and
-2 log2(n) for an all-reduce, which goes through a tree. Pipelines that are cut short, congestion, small micro-batches and
-what FSDP2, tp and cp compute in addition are left out, so real runs are slower.
+2 log2(n) for an all-reduce, which goes through a tree. Left out are congestion, small micro-batches, and what FSDP2, tp
+and cp themselves cost, so real runs are slower.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import presets
-from ..config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from ..config import ConfigError, ModelConfig, RunConfig
 from ..parallel import Mesh
-from ..parallel.mesh import NAMES, degrees_of
+from ..parallel.mesh import NAMES, layout_of
 from .held import Held, largest
 from .traffic import Traffic, traffic
 
@@ -45,19 +46,28 @@ class Machine:
 class Speed:
     """Of a layout on so many GPUs."""
 
-    gpus: int
-    parallel: ParallelConfig
+    config: RunConfig
     mesh: Mesh
-    tokens: int  # of a step
     rate: float  # tokens/s of one GPU alone
-    computing: float  # seconds of a step
-    overlapping: float
+    overlapping: float  # seconds of a step
     waiting: float
-    held: Held
+
+    @functools.cached_property
+    def held(self) -> Held:
+        return largest(self.config, self.mesh)
 
     @property
     def layout(self) -> str:
-        return layout_name(self.parallel, self.mesh)
+        return layout_name(self.config, self.mesh)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.batch_rows * self.config.data.sequence_length
+
+    @property
+    def computing(self) -> float:
+        return self.tokens / (self.mesh.size * self.rate)
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,12 +75,13 @@ class Speed:
 
     @property
     def efficiency(self) -> float:
-        return self.tokens_per_second / (self.gpus * self.rate)
+        return self.tokens_per_second / (self.mesh.size * self.rate)
 
 
-def layout_name(parallel: ParallelConfig, mesh: Mesh) -> str:
-    shard = f"hybrid {mesh.replicate}x{mesh.shard}" if parallel.shard == "hybrid" else parallel.shard
-    return shard + "".join(f", {name} {size}" for name, size in (("tp", mesh.tp), ("cp", mesh.cp)) if size > 1)
+def layout_name(config: RunConfig, mesh: Mesh) -> str:
+    is_hybrid = config.parallel.shard == "hybrid"
+    shared = f"hybrid {mesh.replicate}x{mesh.shard}" if is_hybrid else config.parallel.shard
+    return shared + "".join(f", {name} {size}" for name, size in (("tp", mesh.tp), ("cp", mesh.cp)) if size > 1)
 
 
 def measured_rate(model: ModelConfig) -> tuple[float, str]:
@@ -86,7 +97,7 @@ def measured_rate(model: ModelConfig) -> tuple[float, str]:
 
 def seconds(each: Traffic, mesh: Mesh, machine: Machine) -> float:
     """That the collectives take one after another."""
-    sizes = {name: getattr(mesh, name) for name in NAMES}
+    sizes: dict[str, int] = {name: getattr(mesh, name) for name in NAMES}
     ranks = math.prod(sizes[name] for name in each.across)
     if ranks == 1:
         return 0.0
@@ -101,18 +112,15 @@ def seconds(each: Traffic, mesh: Mesh, machine: Machine) -> float:
 
 def speed(config: RunConfig, gpus: int, machine: Machine, rate: float) -> Speed:
     """Of the config's layout. Raises ConfigError where it is impossible."""
-    mesh = Mesh(**degrees_of(config, gpus, machine.gpus_per_node, is_one=gpus == 1))
-    tokens = config.batch_rows * config.data.sequence_length
+    mesh = layout_of(config, gpus, machine.gpus_per_node, is_one=gpus == 1)
     found = [(each.overlaps, seconds(each, mesh, machine)) for each in traffic(config, mesh)]
     overlapping = math.fsum(time for overlaps, time in found if overlaps)
     waiting = math.fsum(time for overlaps, time in found if not overlaps)
-    computing = tokens / (gpus * rate)
-    held = largest(config, mesh)
-    return Speed(gpus, config.parallel, mesh, tokens, rate, computing, overlapping, waiting, held)
+    return Speed(config, mesh, rate, overlapping, waiting)
 
 
 def candidates(config: RunConfig, machine: Machine) -> Iterator[RunConfig]:
-    """The config with its own layout, and with others: tp and cp up to a machine, and what data-parallel ranks share."""
+    """The config with its own layout, and with others: tp and cp up to a machine, and all values of parallel.shard."""
     yield config
     degrees = [2**power for power in range(machine.gpus_per_node.bit_length())]
     for shard in ("none", "optimizer", "full", "hybrid"):
@@ -131,11 +139,11 @@ def fastest(config: RunConfig, gpus: int, machine: Machine, rate: float) -> list
             one = speed(each, gpus, machine, rate)
         except ConfigError:
             continue
-        if one.parallel.shard == "hybrid" and one.mesh.replicate == 1:
+        shard = each.parallel.shard
+        if shard == "hybrid" and one.mesh.replicate == 1:
             continue  # the same as full
-        before = found.get(one.parallel.shard)
-        if before is None or one.tokens_per_second > before.tokens_per_second:
-            found[one.parallel.shard] = one
+        if shard not in found or one.tokens_per_second > found[shard].tokens_per_second:
+            found[shard] = one
     return list(found.values())
 
 
@@ -147,8 +155,8 @@ def choice(speeds: Sequence[Speed]) -> Speed | None:
 
 
 def grown(config: RunConfig, gpus: int, ranks: int) -> RunConfig | None:
-    """The config with a batch for `gpus` that is as large for each as its own is for `ranks`; None where it has no whole
-    rows."""
+    """The config with a batch for `gpus` that is as large for each of them as its own is for each of `ranks`; None
+    where these are no whole rows."""
     rows, rest = divmod(config.batch_rows * gpus, ranks)
     train = config.train.model_copy(update={"batch_tokens": rows * config.data.sequence_length})
     return None if rest else config.model_copy(update={"train": train})
