@@ -179,6 +179,7 @@ def test_the_command_prints_the_plan_for_people_and_for_programs(capsys: pytest.
         {"model": {"preset": "mamba2-130m"}, "train": {"batch_tokens": 524288}, "parallel": {"shard": "full"}},
         vocab_size=50277,
     )
+    assert found["layout"] == {"name": "full", "ranks": 16, "replicate": 1, "shard": 16, "cp": 1, "tp": 1}
     assert found["held_bytes"]["total"] == largest(config, Mesh(shard=16)).total
     assert [each["bytes"] for each in found["traffic"]] == [each.bytes for each in traffic(config, Mesh(shard=16))]
     assert {each["gpus"] for each in found["speeds"] if each["is_choice"]} >= {8, 16, 32}

@@ -43,7 +43,7 @@ def plan(
     layout that train would refuse is refused.
 
     For example:
-      mambakit plan --model mamba2-1.3b --recipe paper-130m --parallel.shard full
+      mambakit plan --model mamba2-1.3b --recipe paper-1.4b --parallel.shard full
       mambakit plan --model mamba-2.8b --ranks 16 --parallel.shard hybrid --parallel.tp 2 --network 25
       mambakit plan --model mamba-130m --tokens-per-second 90000 --grow-batch --json
 

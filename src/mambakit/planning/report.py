@@ -50,7 +50,7 @@ class Report:
             ]  # fmt: skip
         return {
             "parameters": self.config.model.num_parameters(),
-            "layout": {"shard": self.config.parallel.shard, "ranks": self.mesh.size, **degrees},
+            "layout": {"name": self.layout, "ranks": self.mesh.size, **degrees},
             "held_bytes": {**dataclasses.asdict(self.held), "total": self.held.total},
             "traffic": [dataclasses.asdict(each) for each in self.traffic],
             "assumed": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -105,7 +105,18 @@ def traffic(config: RunConfig, mesh: Mesh) -> list[Traffic]:
     found.append(Traffic("clip", "all-reduce", ALL, 1, FP64))
     if config.train.precision == "fp16":
         found.append(Traffic("overflow", "all-reduce", ALL, 1, FP32))
-    return [*found, Traffic("agreement on stopping", "all-reduce", ALL, 1, FP64)]
+    found.append(Traffic("agreement on stopping", "all-reduce", ALL, 1, FP64))
+    return _together(found)
+
+
+def _together(found: list[Traffic]) -> list[Traffic]:
+    """What has the same purpose, operation and ranks, as one."""
+    joined: dict[tuple[str, str, tuple[str, ...]], Traffic] = {}
+    for each in found:
+        key = each.purpose, each.operation, each.across
+        before = joined.get(key, replace(each, calls=0, bytes=0))
+        joined[key] = replace(before, calls=before.calls + each.calls, bytes=before.bytes + each.bytes)
+    return list(joined.values())
 
 
 def _gradients_and_parameters(step: Step) -> Iterator[Traffic]:
