@@ -17,7 +17,7 @@ LONG := tests/training tests/data/test_readers_encodings.py tests/data/test_isol
 JOBS ?= 2
 SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 
-DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py
+DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tests/parallel/test_plan.py
 SLURM := tests/slurm
 
 .PHONY: test test-long test-distributed test-slurm demo lint bench clean

@@ -2,8 +2,8 @@
 
     python benchmarks/rank_shapes.py [--seconds 0.3] [--out FILE]
 
-Tensor parallelism leaves a rank fewer channels or heads; context parallelism shorter rows, and the work of finding what a
-segment leaves and what reaches its start. The sizes are those of mamba-1.4b and mamba2-1.3b in bf16. Beside the times
+Tensor parallelism leaves a rank fewer channels or heads; context parallelism shorter rows, and the work of finding what
+a segment leaves and what reaches its start. The sizes are those of mamba-1.4b and mamba2-1.3b in bf16. Beside the times
 stands which implementation has served a call.
 """
 

@@ -69,7 +69,8 @@ DOORS: dict[str, str] = {
     "training": "checkpoint config data device evaluation files generate measure model parallel presets progress",
     "launch": "checkpoint files parallel progress training",
     "bench": "config device files measure model ops parallel training",
-    "cli": "bench checkpoint config data device evaluation files launch loaded presets progress reporting training verify",
+    "planning": "config device model parallel presets",
+    "cli": "bench checkpoint config data device evaluation files launch loaded planning presets progress reporting training verify",
     "__main__": "cli",
     "__init__": "checkpoint config data evaluation loaded model ops reporting training",
 }

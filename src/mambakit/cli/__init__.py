@@ -18,8 +18,9 @@ from . import flags
 from .cluster import launch
 from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
 from .output import print_line
+from .plan import plan
 
-FUNCTIONS = (prepare, train, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train)
+FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train)
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.

@@ -49,6 +49,7 @@ def launch(
     """
     from ..launch.slurm import Job, script
     from ..launch.slurm import submit as hand_in
+    from ..parallel import layout_of
     from ..training.run import resolved
 
     path = path_of(config)
@@ -68,6 +69,8 @@ def launch(
         options=flags.flat(sbatch),
         profiled_rank=nsys,
     )
+    for number in job.numbers_of_nodes:  # what the ranks would refuse is refused now
+        layout_of(resolved_config, number * gpus_per_node, gpus_per_node, is_one=number * gpus_per_node == 1)
     file = Path(f"{folder}.sbatch.sh")
     text = script(job)
     if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -77,9 +80,9 @@ def launch(
     if not submit:
         say(f"written to {file}; submit it with\n  sbatch {shlex.quote(str(file))}")
         return 0
-    number = hand_in(file)
-    print_line(number)
-    say(f"job {number}; see {folder}.slurm-{number}.log, and the logs of its attempts in {folder}.logs")
+    handed_in = hand_in(file)
+    print_line(handed_in)
+    say(f"job {handed_in}; see {folder}.slurm-{handed_in}.log, and the logs of its attempts in {folder}.logs")
     return 0
 
 

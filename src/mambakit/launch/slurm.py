@@ -56,6 +56,11 @@ class Job:
             raise UserError(f"what is given to sbatch must be options on one line each: {wrong}")
 
     @property
+    def numbers_of_nodes(self) -> set[int]:
+        """The fewest and the most."""
+        return {int(number) for number in self.nodes.split("-")}
+
+    @property
     def name(self) -> str:
         return re.sub(r"[^A-Za-z0-9_.-]", "-", self.run.name) or "mambakit"
 

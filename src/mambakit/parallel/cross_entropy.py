@@ -13,12 +13,20 @@ LOGITS_AT_ONCE = 2**24
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, loss_mask: Tensor | None = None, group: Group, first: int
-) -> tuple[Tensor, Tensor]:
-    """ops.linear_cross_entropy, given this rank's rows of the weight, which begin with row `first`."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, loss_mask: Tensor | None = None, group: Group, first: int,
+    most_rows: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """ops.linear_cross_entropy, given this rank's rows of the weight, which begin with row `first`. `most_rows` are
+    those of the rank that has most: all ranks cut the tokens into the same blocks."""
+    at_once = tokens_at_once(most_rows)
     counted = torch.ones_like(targets, dtype=torch.bool) if loss_mask is None else loss_mask.to(torch.bool)
-    loss_sum: Tensor = _CrossEntropy.apply(share(hidden, group), weight, targets, counted, group, first)  # type: ignore[no-untyped-call]
+    loss_sum: Tensor = _CrossEntropy.apply(share(hidden, group), weight, targets, counted, group, first, at_once)  # type: ignore[no-untyped-call]
     return loss_sum, counted.sum()
+
+
+def tokens_at_once(rows: int) -> int:
+    """Whose logits, of so many rows of the vocabulary, are computed at once."""
+    return max(1, LOGITS_AT_ONCE // max(1, rows))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -26,8 +34,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, group: Group, first: int
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, group: Group, first: int,
+        at_once: int,
+    ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows, used = hidden.reshape(-1, hidden.shape[-1]), counted.reshape(-1, 1)
         local = torch.where(counted, targets, 0).reshape(-1, 1) - first
@@ -36,7 +45,6 @@ class _CrossEntropy(torch.autograd.Function):
         W = weight.to(hidden.dtype)
         loss_sum = rows.new_zeros((), dtype=wide)
         dhidden, dweight = torch.empty_like(rows), torch.zeros_like(weight, dtype=wide)
-        at_once = max(1, LOGITS_AT_ONCE // max(1, W.shape[0]))
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, rows.shape[0], at_once):
                 block = slice(begin, begin + at_once)
@@ -57,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight = ctx.saved_tensors
-        return (dhidden * dloss).to(dhidden.dtype), (dweight * dloss).to(ctx.dtype), None, None, None, None
+        return (dhidden * dloss).to(dhidden.dtype), (dweight * dloss).to(ctx.dtype), None, None, None, None, None
 
 
 def _of_all_ranks(logits: Tensor, local: Tensor, is_here: Tensor, group: Group) -> tuple[Tensor, Tensor]:

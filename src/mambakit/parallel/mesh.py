@@ -85,16 +85,17 @@ class Mesh:
         return devices["replicate", "shard"] if self.replicate > 1 else devices["shard"]
 
 
-def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
-    """The ranks as the config arranges them. Raises on all of them where they cannot be."""
+def layout_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: bool = False) -> Mesh:
+    """The mesh of so many ranks, `local_size` of them on a machine, before there are any. Raises ConfigError with all
+    that stands against it. `is_one`: a plain process, which has no process group."""
     parallel = config.parallel
     problems = []
-    shared = parallel.tp * parallel.cp
-    data, rest = divmod(world.size, shared)
+    data, rest = divmod(num_ranks, parallel.tp * parallel.cp)
     if rest or not data:
-        start = "; start so many with --gpus" if world.is_one else ""
-        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {world.size} ranks{start}")
-    shard = {"none": 1, "hybrid": parallel.shard_size or world.local_size}.get(parallel.shard, data)
+        start = "; start so many with --gpus" if is_one else ""
+        problems.append(f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the {num_ranks} ranks{start}")
+    of_a_machine = max(1, local_size // (parallel.tp * parallel.cp))
+    shard = {"none": 1, "hybrid": parallel.shard_size or of_a_machine}.get(parallel.shard, data)
     if data and data % shard:
         problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")
     if data and config.batch_rows % data:
@@ -105,9 +106,20 @@ def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
     length = config.data.sequence_length
     if length % parallel.cp or length // parallel.cp < config.model.conv_width:
         problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
-    if not world.is_one and config.train.compile:
+    if not is_one and config.train.compile:
         problems.append("train.compile=true works in one process alone so far")
     problems += sharing_problems(config.model, parallel.tp)
     if problems:
-        raise ConfigError("\n".join(problems)) if world.is_first else DecidedElsewhere(2)
-    return Mesh.of(device, replicate=data // shard, shard=shard, cp=parallel.cp, tp=parallel.tp)
+        raise ConfigError("\n".join(problems))
+    return Mesh(data // shard, shard, parallel.cp, parallel.tp)
+
+
+def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
+    """The ranks as the config arranges them. Raises on all of them where they cannot be."""
+    try:
+        mesh = layout_of(config, world.size, world.local_size, is_one=world.is_one)
+    except ConfigError:
+        if world.is_first:
+            raise
+        raise DecidedElsewhere(2) from None
+    return Mesh.of(device, replicate=mesh.replicate, shard=mesh.shard, cp=mesh.cp, tp=mesh.tp)

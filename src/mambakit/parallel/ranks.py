@@ -244,7 +244,7 @@ class Ranks:
         parameters = dict(self.model.named_parameters())
         gradients = [p.grad for p in parameters.values() if p.grad is not None and local_part(p) is p]
         if group is not None:
-            for bucket in _buckets(gradients):
+            for bucket in buckets(gradients):
                 _sum_in_place(bucket, group)
         for name, piece in self.pieces.items():
             gradient = parameters[name].grad
@@ -295,7 +295,7 @@ class Ranks:
             return
         group = self.mesh.group("replicate", "shard", "cp")
         if self.config.shard == "optimizer" and group is not None:
-            for bucket in _buckets(list(self.model.parameters())):
+            for bucket in buckets(list(self.model.parameters())):
                 _exchange_rows(bucket, group)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -309,7 +309,8 @@ def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:
     return chunk(parameter.shape[0], mesh.shard * mesh.cp, mesh.data_rank % mesh.shard * mesh.cp + mesh.cp_rank)
 
 
-def _buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+def buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    """The tensors in their order, in lists of up to BUCKET numbers of one dtype."""
     bucket: list[Any] = []
     size = 0
     for tensor in tensors:

@@ -91,7 +91,7 @@ class RowParallel(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         output = sum_over(F.linear(input, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # as autocast does
 
 
 class SelectParallel(RowParallel):
@@ -136,7 +136,9 @@ def share_layers(model: MambaLM, sharing: Sharing, group: Group) -> None:
     head.group, head.sizes = group, [even(rows, sharing.ranks, rank).length for rank in range(sharing.ranks)]
     model.backbone.embedding, model.lm_head = embedding, head  # type: ignore[assignment]
     model.tie_weights()
-    model.cross_entropy = functools.partial(linear_cross_entropy, group=group, first=embedding.first)
+    model.cross_entropy = functools.partial(
+        linear_cross_entropy, group=group, first=embedding.first, most_rows=max(head.sizes)
+    )
     for block in model.blocks():
         block.mixer = _mixer(block.mixer, sharing, group)
 
