@@ -70,7 +70,7 @@ DOORS: dict[str, str] = {
     "launch": "checkpoint files parallel progress training",
     "bench": "config device files measure model ops parallel training",
     "planning": "config device model parallel presets",
-    "cli": "bench checkpoint config data device evaluation files launch loaded planning presets progress reporting training verify",
+    "cli": "bench checkpoint config data device evaluation files launch loaded parallel planning presets progress reporting training verify",
     "__main__": "cli",
     "__init__": "checkpoint config data evaluation loaded model ops reporting training",
 }

@@ -70,8 +70,8 @@ def test_a_step_by_hand() -> None:
     assert config.model.num_parameters() == count
     found = speed(config, 16, machine, rate=100_000)
     assert found.computing == pytest.approx(256 * 2048 / 1_600_000)
-    moved = 2 * 15 / 16 * (4 * count + 3 * 8) / 50e9  # gradients; loss, clip and stop: fp64
-    hops = (2 + 3) * 2 * 4 * 5e-6  # 2 log2(16) of each call
+    moved = 2 * 15 / 16 * (4 * count + 6 * 8) / 50e9  # gradients; loss, clip, stop, targets, wait and pace: fp64
+    hops = (2 + 5) * 2 * 4 * 5e-6  # 2 log2(16) of each call
     assert found.overlapping == 0
     assert found.waiting == pytest.approx(moved + hops, rel=1e-12)
     assert found.tokens_per_second == pytest.approx(256 * 2048 / (found.computing + moved + hops))

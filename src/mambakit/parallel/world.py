@@ -203,12 +203,11 @@ class World:
             sys.stderr.write(f"rank {self.rank} has crashed:\n{traceback.format_exc()}")
             raise DecidedElsewhere(CRASHED) from None
 
-    def each(self, *numbers: float) -> list[list[float]]:
-        """These numbers of every rank."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine)
-        return [one.tolist() for one in found]
+    def largest(self, *numbers: float) -> list[float]:
+        """The largest of each number over all ranks."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values.tolist()
 
     def sums(self, *numbers: float) -> list[float]:
         """The sum of each number over all ranks."""

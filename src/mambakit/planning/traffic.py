@@ -106,7 +106,7 @@ def traffic(config: RunConfig, mesh: Mesh) -> list[Traffic]:
     if config.train.precision == "fp16":
         found.append(Traffic("overflow", "all-reduce", ALL, 1, FP32))
     found.append(Traffic("agreement on stopping", "all-reduce", ALL, 1, FP64))
-    found.append(Traffic("targets and pace", "all-gather", ALL, 1, 3 * FP64))
+    found.append(Traffic("targets and pace", "all-reduce", ALL, 2, 3 * FP64))
     return _together(found)
 
 

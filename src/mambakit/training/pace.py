@@ -10,6 +10,8 @@ import torch
 from ..measure import Moment
 from ..parallel import World
 
+TICK, MOST_RANKS = 1e-5, 2**20
+
 
 @dataclass(frozen=True)
 class Times:
@@ -36,16 +38,22 @@ class Pace:
     device: torch.device
     pass_seconds: float = 0.0  # of this rank, in the last step that was recorded
     _moments: list[Moment] = field(default_factory=list)
-    _told: list[list[float]] = field(default_factory=list)  # by each rank: targets, seconds of waiting, of passes
+    _waited: float = 0.0  # by the rank that waited longest for its rows
+    _slowest: tuple[float, int] = 0.0, 0  # seconds of the slowest rank's passes, and who it was
 
     def begin(self, targets: int, waited: float, copies: int) -> int:
         """Tell the others how many targets this rank's rows have, of which so many ranks have a copy. Gives those of
         the whole batch."""
         if self.world.is_one:
             return targets
-        self._told = self.world.each(targets, waited, self.pass_seconds)
+        whole = round(self.world.sums(targets)[0]) // copies
+        # One number for the time and the rank, so that the largest says both; a gather would grow with the ranks.
+        mine = round(self.pass_seconds / TICK) * MOST_RANKS + self.world.rank
+        self._waited, slowest = self.world.largest(waited, mine)
+        ticks, rank = divmod(round(slowest), MOST_RANKS)
+        self._slowest = ticks * TICK, rank
         self._moments = [Moment(self.device)]
-        return round(sum(told[0] for told in self._told)) // copies
+        return whole
 
     def mark(self) -> None:
         """Note that passes are done, or that gradients are summed."""
@@ -60,10 +68,10 @@ class Pace:
         if times is None:
             return {}
         self.pass_seconds = times.pass_seconds
-        passes = [told[2] for told in self._told]
+        seconds_of_slowest, rank = self._slowest
         return {
-            "data_wait_seconds": max(told[1] for told in self._told),
-            "slowest_rank": passes.index(max(passes)) if any(passes) else None,
-            "slowest_pass_seconds": max(passes) or None,
+            "data_wait_seconds": self._waited,
+            "slowest_rank": rank if seconds_of_slowest else None,
+            "slowest_pass_seconds": seconds_of_slowest or None,
             "sum_share": times.sum_seconds / seconds,
         }
