@@ -131,6 +131,16 @@ def test_a_run_is_written_and_goes_on_at_any_layout(kind: str, shards: Path, tmp
         assert_same(copy, tmp_path / "alone")
 
 
+def test_a_compiled_model_is_trained_by_ranks(shards: Path, tmp_path: Path) -> None:
+    values = settings(shards, "mamba2", model={"dropout": 0.0}, train={"steps": 4, "eval_every": 0, "compile": True})
+    values |= {"optim": {**values["optim"], "lr": 1e-3}, "checkpoint": {"every": 4}}
+    file = config_file(tmp_path, values)
+    assert run(1, file, "--out", tmp_path / "alone")[0] == 0
+    status, told = run(2, file, "--out", tmp_path / "run", "--parallel.shard", "optimizer")
+    assert status == 0, told
+    assert_same(tmp_path / "run", tmp_path / "alone", 4)
+
+
 def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
     """With dropout: the random numbers of a step are a function of the step and the rank's place."""
     values = settings(shards, "mamba2", train={"steps": 40, "eval_every": 0}, checkpoint={"every": 1000})
@@ -156,6 +166,7 @@ def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, 
         (["--parallel.tp", "2", "--model.d-model", "12"], "parallel.tp=2 does not divide the model's 3 heads"),
         (["--parallel.cp", "2", "--data.sequence-length", "4"], "cannot be cut into parallel.cp=2 parts"),
         (["--train.batch-tokens", "96", "--train.micro-batch-rows", "1"], "3 rows of a step cannot be dealt to 2"),
+        (["--train.compile", "true", "--parallel.shard", "full"], "works with parallel.shard none or optimizer so far"),
         (["--optim.lr", "-1"], "optim.lr"),
     ],
 )

@@ -106,8 +106,9 @@ def layout_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: boo
     length = config.data.sequence_length
     if length % parallel.cp or length // parallel.cp < config.model.conv_width:
         problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
-    if not is_one and config.train.compile:
-        problems.append("train.compile=true works in one process alone so far")
+    speaks = parallel.shard in ("full", "hybrid") or parallel.tp * parallel.cp > 1
+    if not is_one and config.train.compile and speaks:
+        problems.append("train.compile=true works with parallel.shard none or optimizer so far, without tp and cp")
     problems += sharing_problems(config.model, parallel.tp)
     if problems:
         raise ConfigError("\n".join(problems))
