@@ -1,0 +1,427 @@
+"""Runs on several ranks that are killed again and again, at any moment, and go on at other sizes and layouts.
+
+A program, started by `make campaign`: it takes minutes. torch and mambakit are imported once, and ranks are forks of
+this process, each of which then runs `mambakit train --resume`, as a person would. SIGKILL comes at a random moment to
+one rank, to several or to all; in some cases SIGTERM comes before it, as from a scheduler.
+
+After every kill: `verify` finds nothing wrong, no checkpoint that was there is lost, and the next attempt must go on.
+When a run is complete: each step and each evaluation is recorded once, in order, and losses and weights are those of one
+process that nobody disturbed; where the layout stayed the same, to the last bit. A run that is complete before there
+were enough kills is followed by another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from runs import make_shards, metrics, settings, state_bytes
+
+from mambakit import launch
+from mambakit.checkpoint import native
+from mambakit.cli import main as mambakit
+from mambakit.files import UserError
+from mambakit.training import loop, run
+from mambakit.verify import verify
+
+from .test_runs import PLAIN, assert_same
+
+STEPS = 36
+# In fp32, of another order of sums, after 36 steps of Adam: see the docstring of test_runs.
+LOSS_TOLERANCE, TENSOR_TOLERANCE = 2e-5, 2e-4
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}, {"shard": "full"}],
+    2: [{}, {"shard": "optimizer"}, {"shard": "full"}, {"tp": 2}, {"cp": 2}],
+    4: [
+        {}, {"shard": "optimizer"}, {"shard": "full"}, {"shard": "hybrid", "shard_size": 2}, {"tp": 4}, {"cp": 4},
+        {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}, {"shard": "full", "tp": 2}, {"shard": "full", "cp": 2},
+        {"shard": "optimizer", "tp": 2},
+    ],
+}  # fmt: skip
+PHASES = ("starting", "training", "evaluating", "sampling", "saving", "deleting", "ending")
+# When a rank is killed: after some time from its start, or in a phase, or before one of its writes to the run folder.
+MOMENTS = {"starting": 3, "training": 3, "evaluating": 2, "sampling": 1, "saving": 3, "write": 5}
+LONGEST = {"starting": 1.0, "training": 0.1, "evaluating": 0.03, "sampling": 0.03, "saving": 0.03}  # seconds
+WRITES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+LIMIT_SECONDS = 300.0  # for an attempt
+
+
+class Broken(Exception):  # noqa: N818 - the run is, not the program
+    """What the campaign is there to find."""
+
+
+@dataclass
+class Rank:
+    """A forked process, as `launch` waits for it."""
+
+    pid: int
+    status: int | None = None
+
+    def poll(self) -> int | None:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@dataclass
+class Kill:
+    ranks: int
+    layout: str
+    killed: int
+    phase: str  # of the first rank that was killed
+    moment: str  # how it was chosen
+    was_asked: bool  # whether SIGTERM came before
+    seconds: float  # until all other ranks had ended
+    forced: int  # ranks that had to be ended
+
+
+@dataclass
+class Shared:
+    """What ranks tell the process that kills them: their phase, and the steps of this attempt."""
+
+    memory: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 64))
+
+    def phase(self, rank: int) -> str:
+        return PHASES[self.memory[rank]]
+
+    def steps(self, rank: int) -> int:
+        return self.memory[32 + rank]
+
+
+def watch(shared: Shared, rank: int, folder: Path, last_write: int | None) -> None:
+    """In a rank: tell the phases, and die before the write of this number to the run folder."""
+
+    def during(phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before, shared.memory[rank] = shared.memory[rank], PHASES.index(phase)
+            try:
+                return work(*args, **kwargs)
+            finally:
+                shared.memory[rank] = before
+
+        return watched
+
+    def step(state: Any) -> None:
+        shared.memory[rank] = PHASES.index("training")
+        original(state)
+        shared.memory[32 + rank] = min(255, shared.memory[32 + rank] + 1)
+
+    original, loop.step = loop.step, step
+    loop._evaluate = during("evaluating", loop._evaluate)
+    sample = loop._sample
+    loop._sample = during("sampling", lambda state: list(sample(state)))
+    loop.save = during("saving", loop.save)
+    loop.tidy = run.tidy = during("deleting", loop.tidy)
+    run.sum_up = during("ending", run.sum_up)
+    run.matmul_flops = lambda device, dtype: 1e9  # takes half of the time of a start, and is only for a rate in metrics
+    place, writes = str(folder), 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal writes
+        if event not in WRITES or not str(arguments[0]).startswith(place):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        writes += 1
+        if writes == last_write:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if last_write is not None:
+        sys.addaudithook(count)
+
+
+def start(size: int, words: list[str], log: Path, in_rank: Callable[[int], None]) -> list[Rank]:
+    """Fork the ranks. One alone is a plain process in half of the cases: `size` 0."""
+    shared = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(launch._free_port()),
+    }
+    ranks = []
+    for rank in range(max(1, size)):
+        if pid := os.fork():
+            ranks.append(Rank(pid))
+            continue
+        status = 1
+        try:
+            os.setsid()
+            if size:
+                os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            in_rank(rank)
+            status = mambakit(words)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return ranks
+
+
+def undisturbed(size: int, words: list[str], log: Path) -> None:
+    """A plain run is trained in this process, which has then loaded all that its forks need."""
+    if size == 0:
+        assert mambakit(words) == 0
+        return
+    status = launch._wait(start(size, words, log, lambda rank: None))  # type: ignore[arg-type]
+    if status:
+        raise Broken(f"a run that nobody disturbed ended with status {status}:\n{log.read_text()}")
+
+
+@dataclass
+class Campaign:
+    folder: Path
+    values: dict[str, Any]
+    alone: Path  # a run that nobody disturbed
+    seed: int
+    fixed: tuple[int, dict[str, Any]] | None = None  # a layout for all attempts
+    kills: list[Kill] = field(default_factory=list)
+    finished: int = 0  # runs
+    attempts: int = 0
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        self.random = random.Random(self.seed)
+        self.config = self.folder / "config.json"
+        self.config.write_text(json.dumps(self.values))
+        self.log = self.folder / "log.txt"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / f"run-{self.finished}"
+
+    def go(self, num_kills: int) -> None:
+        while len(self.kills) < num_kills:
+            self.attempt(is_killed=True)
+        while not self.is_complete():
+            self.attempt(is_killed=False)
+
+    def is_complete(self) -> bool:
+        """The run is complete, and nothing of a next one is there."""
+        return not self.run.exists() and self.finished > 0
+
+    def words(self, layout: dict[str, Any]) -> list[str]:
+        """--resume always: where there is no run yet, one begins, and needs the config."""
+        given = [] if (self.run / "config.json").exists() else [str(self.config)]
+        parallel = {**PLAIN, "shard_size": "null", **layout}
+        flags = [f"--parallel.{name.replace('_', '-')}={value}" for name, value in parallel.items()]
+        return ["train", *given, "--out", str(self.run), *flags, "--resume"]
+
+    def attempt(self, is_killed: bool) -> None:
+        """Start ranks, and kill some of them. Without a kill, they must reach the end of the run."""
+        self.attempts += 1
+        size = self.fixed[0] if self.fixed else self.random.choice([1, 2, 2, 4])
+        layout = self.fixed[1] if self.fixed else self.random.choice(LAYOUTS[size])
+        started = size if size > 1 or layout or self.random.random() < 0.5 else 0
+        moment = self.random.choices(list(MOMENTS), MOMENTS.values())[0]  # type: ignore[arg-type]
+        num_victims = self.random.choice([1, 1, self.random.randint(1, size), size])
+        victims = self.random.sample(range(size), num_victims)
+        last_write = self.random.randint(1, 120 if victims[0] == 0 else 8)
+        shared, before, self.log = Shared(), saved(self.run), self.folder / f"log-{self.attempts}.txt"
+        name = f"{started} {' '.join(f'{k}={v}' for k, v in layout.items())}".strip()
+
+        def in_rank(rank: int) -> None:
+            is_writer = is_killed and moment == "write" and rank == victims[0]
+            watch(shared, rank, self.run, last_write if is_writer else None)
+
+        ranks = start(started, self.words(layout), self.log, in_rank)
+        asked = is_killed and self.wait(ranks, moment, shared, victims[0])
+        phase = shared.phase(victims[0])
+        if is_killed:
+            for victim in victims:
+                ranks[victim].kill()
+        begin = time.monotonic()
+        launch._wait(ranks)  # type: ignore[arg-type]
+        seconds = time.monotonic() - begin
+        statuses = [rank.status for rank in ranks]
+        dead = [rank for rank in victims if statuses[rank] == -signal.SIGKILL]
+        forced = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL and rank not in victims]
+        if dead and is_killed:
+            self.kills.append(Kill(started, name, len(dead), phase, moment, asked, seconds, len(forced)))
+            self.tell()
+        elif set(statuses) - {0, 75} and not asked:  # SIGTERM ends a rank that has not begun to listen
+            raise Broken(f"nobody was killed, and the ranks ended with {statuses}:\n{self.log.read_text()}")
+        self.check(before)
+        if not dead and set(statuses) == {0}:
+            self.compare()
+            self.finished += 1
+
+    def wait(self, ranks: list[Rank], moment: str, shared: Shared, victim: int) -> bool:
+        """Until it is time to kill. Gives whether ranks were asked to stop before."""
+        asks = moment != "write" and self.random.random() < 0.12
+        delay = self.random.uniform(0, LONGEST.get(moment, 0))
+        steps = self.random.randint(0, 6)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while all(rank.poll() is None for rank in ranks):
+            is_time = shared.phase(victim) == moment and shared.steps(victim) >= (steps if moment == "training" else 0)
+            if is_time and moment != "write":
+                break
+            if time.monotonic() > deadline:
+                raise Broken(f"an attempt took {LIMIT_SECONDS} seconds:\n{self.log.read_text()}")
+            time.sleep(0.001)
+        if asks:
+            ranks[self.random.randrange(len(ranks))].kill(signal.SIGTERM)
+            delay = self.random.uniform(0, 0.3)
+        if moment != "write":
+            time.sleep(delay)
+        return asks
+
+    def check(self, before: tuple[int, int]) -> None:
+        """What is on disk after an attempt, before the next one has mended anything."""
+        if not (self.run / "checkpoints").is_dir() or not native.checkpoints(self.run):
+            if before[0] >= 0:
+                raise Broken(f"the checkpoint of step {before[0]} is gone")
+            return
+        if problems := list(verify(self.run)):
+            raise Broken("\n".join([*problems, self.log.read_text()]))
+        after = saved(self.run)
+        if after[0] < before[0]:
+            raise Broken(f"the newest checkpoint was that of step {before[0]}, and is that of step {after[0]}")
+        if (self.run / "set-aside").exists():
+            raise Broken(f"checkpoints were set aside:\n{self.log.read_text()}")
+
+    def compare(self) -> None:
+        """A complete run, with the one that nobody disturbed."""
+        found = metrics(self.run)
+        for kind in ("train", "eval"):
+            steps = [record["step"] for record in found if record["type"] == kind]
+            expected = [record["step"] for record in metrics(self.alone) if record["type"] == kind]
+            if steps != expected:
+                raise Broken(f"{kind} records are of steps {steps}; need {expected}")
+        if self.fixed:
+            if found != metrics(self.alone):
+                raise Broken("records differ from those of a run that nobody disturbed")
+            if state_bytes(self.run, STEPS) != state_bytes(self.alone, STEPS):
+                raise Broken("tensors differ from those of a run that nobody disturbed")
+        else:
+            assert_same(self.run, self.alone, STEPS, loss=LOSS_TOLERANCE, tensor=TENSOR_TOLERANCE)
+
+    def tell(self) -> None:
+        kill = self.kills[-1]
+        say(
+            f"kill {len(self.kills)}: ranks {kill.layout}, {kill.killed} killed, {kill.phase} (by {kill.moment}"
+            f"{', after SIGTERM' if kill.was_asked else ''}), others ended in {kill.seconds:.1f} s"
+            f"{f', {kill.forced} of them by force' if kill.forced else ''}; newest checkpoint {saved(self.run)[0]}"
+        )
+
+
+def saved(folder: Path) -> tuple[int, int]:
+    """The newest checkpoint of a run, and how many there are."""
+    found = native.checkpoints(folder) if folder.is_dir() else []
+    return (native.step_of(found[0]) if found else -1), len(found)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+def worst_difference(found: Path, alone: Path) -> float:
+    pairs = zip(metrics(found), metrics(alone), strict=True)
+    return max(abs(one["loss"] - other["loss"]) for one, other in pairs if "loss" in other)
+
+
+def summary(campaigns: dict[str, Campaign]) -> Iterator[str]:
+    for name, campaign in campaigns.items():
+        kills = campaign.kills
+        yield f"{name}: {len(kills)} kills in {campaign.attempts} attempts, {campaign.finished} complete runs"
+        worst = max(worst_difference(campaign.folder / f"run-{i}", campaign.alone) for i in range(campaign.finished))
+        yield f"  largest difference of a loss from the undisturbed run: {worst:.1e}"
+    kills = [kill for campaign in campaigns.values() for kill in campaign.kills]
+    yield f"all: {len(kills)} kills of {sum(kill.killed for kill in kills)} processes"
+    for title, key in (("phase", lambda k: k.phase), ("chosen by", lambda k: k.moment), ("ranks", lambda k: k.ranks)):
+        yield f"  {title}: {dict(Counter(key(kill) for kill in kills).most_common())}"
+    everyone = sum(kill.killed == max(1, kill.ranks) for kill in kills)
+    one = sum(kill.killed == 1 and kill.ranks > 1 for kill in kills)
+    yield f"  one of several ranks: {one}, several: {len(kills) - everyone - one}, all: {everyone}"
+    yield f"  after SIGTERM: {sum(kill.was_asked for kill in kills)}"
+    left = [kill for kill in kills if kill.killed < kill.ranks]
+    own = sorted(kill.seconds for kill in left if not kill.forced)
+    if own:
+        yield f"  others ended by themselves in {len(own)} cases: median {statistics.median(own):.2f} s, at most {own[-1]:.2f} s"
+    forced = Counter(kill.phase for kill in left if kill.forced)
+    slowest = max((kill.seconds for kill in left), default=0.0)
+    yield f"  others ended by force after {launch.GRACE_SECONDS} s: {dict(forced)}; all ended within {slowest:.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=200, help="of which a fifth at a layout that stays the same")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grace", type=float, default=10.0, help="seconds that ranks have after one has died")
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    launch.GRACE_SECONDS = given.grace
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="campaign-"))
+    begin = time.monotonic()
+    shards = make_shards(folder)
+    often: dict[str, dict[str, Any]] = {
+        "train": {"steps": STEPS, "eval_every": 3},
+        "checkpoint": {"every": 2},
+        "track": {"sample_every": 5, "sample_tokens": 4},
+        "optim": {"lr": 1e-3},
+    }
+    campaigns = {}
+    cases: list[tuple[str, str, bool, int]] = [
+        ("mamba1 at any layout", "mamba1", False, given.kills * 2 // 5),
+        ("mamba2 at any layout", "mamba2", False, given.kills * 2 // 5),
+        ("mamba2 at 2 ranks, shard full", "mamba2", True, given.kills - given.kills * 2 // 5 * 2),
+    ]
+    for number, (name, kind, is_fixed, num_kills) in enumerate(cases):
+        values = settings(shards, kind, **often, data={"carry_state": kind == "mamba2"})
+        values["model"]["dropout"] = 0.1 if is_fixed else 0.0
+        alone = folder / f"alone-{number}"
+        config = folder / f"alone-{number}.json"
+        config.write_text(json.dumps(values))
+        full = ["--parallel.shard", "full"] if is_fixed else []
+        words = ["train", str(config), "--out", str(alone), *full]
+        undisturbed(2 if is_fixed else 0, words, folder / f"alone-{number}.txt")
+        fixed = (2, {"shard": "full"}) if is_fixed else None
+        say(f"{name}: {num_kills} kills, seed {given.seed + number}")
+        campaigns[name] = Campaign(folder / f"campaign-{number}", values, alone, given.seed + number, fixed)
+        try:
+            campaigns[name].go(num_kills)
+        except (Broken, AssertionError, UserError) as error:
+            campaign = campaigns[name]
+            say(f"BROKEN after {len(campaign.kills)} kills, attempt {campaign.attempts}, in {campaign.run}: {error}")
+            sys.exit(1)
+    for line in summary(campaigns):
+        say(line)
+    say(f"{time.monotonic() - begin:.0f} s, seed {given.seed}, nothing is wrong")
+    with contextlib.suppress(OSError):
+        if given.folder is None:
+            import shutil
+
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
