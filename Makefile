@@ -1,6 +1,8 @@
 # make test       what a change must pass, in a virtualenv of its own, on the wheel a user would install
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
 # make test-distributed  models and runs on two and four ranks
+# make campaign   runs on ranks that are killed 200 times and go on at other layouts; some ten minutes
+# make cold-caches  four processes at once on empty caches of compiled kernels, 20 times; some twenty minutes
 # make demo       train a small model on this machine, from the same wheel
 # make lint       ruff and mypy
 
@@ -18,7 +20,7 @@ SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 
 DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py
 
-.PHONY: test test-long test-distributed demo lint bench clean
+.PHONY: test test-long test-distributed campaign cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED))
@@ -28,6 +30,16 @@ test-long: $(VENV)/.installed
 
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(DISTRIBUTED)
+
+KILLS ?= 200
+SEED ?= 0
+campaign: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m parallel.campaign --kills $(KILLS) --seed $(SEED)
+
+ROUNDS ?= 20
+DEVICE ?= cpu
+cold-caches: $(VENV)/.installed
+	$(BIN)/python tests/parallel/cold_caches.py --rounds $(ROUNDS) --device $(DEVICE)
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py

@@ -13,11 +13,12 @@ were enough kills is followed by another one.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -37,15 +38,15 @@ from runs import make_shards, metrics, settings, state_bytes
 from mambakit import launch
 from mambakit.checkpoint import native
 from mambakit.cli import main as mambakit
-from mambakit.files import UserError
 from mambakit.training import loop, run
+from mambakit.training.stopping import StopRequested
 from mambakit.verify import verify
 
 from .test_runs import PLAIN, assert_same
 
 STEPS = 36
 # In fp32, of another order of sums, after 36 steps of Adam: see the docstring of test_runs.
-LOSS_TOLERANCE, TENSOR_TOLERANCE = 2e-5, 2e-4
+LOSS_TOLERANCE, TENSOR_TOLERANCE = 5e-6, 5e-5
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"shard": "full"}],
     2: [{}, {"shard": "optimizer"}, {"shard": "full"}, {"tp": 2}, {"cp": 2}],
@@ -186,12 +187,13 @@ def start(size: int, words: list[str], log: Path, in_rank: Callable[[int], None]
     return ranks
 
 
+def wait_for(ranks: list[Rank]) -> int:
+    """As `mambakit train --gpus` does: where one has failed, the others get some time, and are then ended."""
+    return launch._wait(ranks)  # type: ignore[arg-type]
+
+
 def undisturbed(size: int, words: list[str], log: Path) -> None:
-    """A plain run is trained in this process, which has then loaded all that its forks need."""
-    if size == 0:
-        assert mambakit(words) == 0
-        return
-    status = launch._wait(start(size, words, log, lambda rank: None))  # type: ignore[arg-type]
+    status = wait_for(start(size, words, log, lambda rank: None))
     if status:
         raise Broken(f"a run that nobody disturbed ended with status {status}:\n{log.read_text()}")
 
@@ -199,7 +201,7 @@ def undisturbed(size: int, words: list[str], log: Path) -> None:
 @dataclass
 class Campaign:
     folder: Path
-    values: dict[str, Any]
+    config: Path
     alone: Path  # a run that nobody disturbed
     seed: int
     fixed: tuple[int, dict[str, Any]] | None = None  # a layout for all attempts
@@ -210,8 +212,6 @@ class Campaign:
     def __post_init__(self) -> None:
         self.folder.mkdir()
         self.random = random.Random(self.seed)
-        self.config = self.folder / "config.json"
-        self.config.write_text(json.dumps(self.values))
         self.log = self.folder / "log.txt"
 
     @property
@@ -242,7 +242,7 @@ class Campaign:
         layout = self.fixed[1] if self.fixed else self.random.choice(LAYOUTS[size])
         started = size if size > 1 or layout or self.random.random() < 0.5 else 0
         moment = self.random.choices(list(MOMENTS), MOMENTS.values())[0]  # type: ignore[arg-type]
-        num_victims = self.random.choice([1, 1, self.random.randint(1, size), size])
+        num_victims = self.random.choice([1, 1, max(1, size // 2), max(1, size - 1), size])
         victims = self.random.sample(range(size), num_victims)
         last_write = self.random.randint(1, 120 if victims[0] == 0 else 8)
         shared, before, self.log = Shared(), saved(self.run), self.folder / f"log-{self.attempts}.txt"
@@ -259,7 +259,7 @@ class Campaign:
             for victim in victims:
                 ranks[victim].kill()
         begin = time.monotonic()
-        launch._wait(ranks)  # type: ignore[arg-type]
+        wait_for(ranks)
         seconds = time.monotonic() - begin
         statuses = [rank.status for rank in ranks]
         dead = [rank for rank in victims if statuses[rank] == -signal.SIGKILL]
@@ -269,7 +269,7 @@ class Campaign:
             self.tell()
         elif set(statuses) - {0, 75} and not asked:  # SIGTERM ends a rank that has not begun to listen
             raise Broken(f"nobody was killed, and the ranks ended with {statuses}:\n{self.log.read_text()}")
-        self.check(before)
+        check(self.run, before)
         if not dead and set(statuses) == {0}:
             self.compare()
             self.finished += 1
@@ -293,20 +293,6 @@ class Campaign:
         if moment != "write":
             time.sleep(delay)
         return asks
-
-    def check(self, before: tuple[int, int]) -> None:
-        """What is on disk after an attempt, before the next one has mended anything."""
-        if not (self.run / "checkpoints").is_dir() or not native.checkpoints(self.run):
-            if before[0] >= 0:
-                raise Broken(f"the checkpoint of step {before[0]} is gone")
-            return
-        if problems := list(verify(self.run)):
-            raise Broken("\n".join([*problems, self.log.read_text()]))
-        after = saved(self.run)
-        if after[0] < before[0]:
-            raise Broken(f"the newest checkpoint was that of step {before[0]}, and is that of step {after[0]}")
-        if (self.run / "set-aside").exists():
-            raise Broken(f"checkpoints were set aside:\n{self.log.read_text()}")
 
     def compare(self) -> None:
         """A complete run, with the one that nobody disturbed."""
@@ -333,6 +319,72 @@ class Campaign:
         )
 
 
+def sweep(folder: Path, config: Path) -> dict[str, int]:
+    """A rank dies before each of its writes to the run folder in turn: in a new run; and in one that goes on from a
+    checkpoint whose evaluation is still to be done, and which is therefore written again. Each then goes on to its end.
+    Gives the number of kills of each case."""
+    folder.mkdir()
+    words = ["train", str(config), "--train.steps", "4", "--train.eval-every", "2", "--track.sample-every", "0"]
+
+    def stop_before_evaluation(rank: int) -> None:
+        def stop(state: Any) -> None:
+            state.stopper.signal_name = "SIGTERM"
+            raise StopRequested
+
+        loop._evaluate = stop
+
+    stopped = folder / "stopped"
+    wait_for(start(0, [*words, "--out", str(stopped)], folder / "stopped.txt", stop_before_evaluation))
+    cases = [("new", 0, 0), ("new", 2, 0), ("new", 2, 1), ("stopped", 0, 0), ("stopped", 2, 0)]
+    return {
+        f"{name}, {size} ranks, rank {victim}": sweep_case(
+            folder, words, stopped if name == "stopped" else None, size, victim
+        )
+        for name, size, victim in cases
+    }
+
+
+def sweep_case(folder: Path, words: list[str], begun: Path | None, size: int, victim: int) -> int:
+    for number in itertools.count(1):
+        place = folder / f"{begun.name if begun else 'new'}-{size}-{victim}-{number}"
+        if begun:
+            shutil.copytree(begun, place)
+        before, log = saved(place), place.with_suffix(".txt")
+        again = [*words, "--out", str(place), "--resume"]
+
+        def in_rank(rank: int, place: Path = place, number: int = number) -> None:
+            watch(Shared(), rank, place, number if rank == victim else None)
+
+        ranks = start(size, again, log, in_rank)
+        wait_for(ranks)
+        try:
+            check(place, before)
+            if ranks[victim].status != -signal.SIGKILL:  # it has no such write
+                return number - 1
+            undisturbed(size, again, log)
+            check(place, (4, 0))
+            if [record["step"] for record in metrics(place) if record["type"] == "train"] != [1, 2, 3, 4]:
+                raise Broken("each of 4 steps must be recorded once")
+        except Broken as error:
+            raise Broken(f"rank {victim} was killed before write {number}, in {place}: {error}") from None
+    raise AssertionError
+
+
+def check(run: Path, before: tuple[int, int]) -> None:
+    """What is on disk after an attempt, before the next one has mended anything."""
+    if not native.checkpoints(run):
+        if before[0] >= 0:
+            raise Broken(f"the checkpoint of step {before[0]} is gone")
+        return
+    if problems := list(verify(run)):
+        raise Broken("\n".join(problems))
+    after = saved(run)
+    if after[0] < before[0]:
+        raise Broken(f"the newest checkpoint was that of step {before[0]}, and is that of step {after[0]}")
+    if (run / "set-aside").exists():
+        raise Broken("checkpoints were set aside")
+
+
 def saved(folder: Path) -> tuple[int, int]:
     """The newest checkpoint of a run, and how many there are."""
     found = native.checkpoints(folder) if folder.is_dir() else []
@@ -353,7 +405,7 @@ def summary(campaigns: dict[str, Campaign]) -> Iterator[str]:
         kills = campaign.kills
         yield f"{name}: {len(kills)} kills in {campaign.attempts} attempts, {campaign.finished} complete runs"
         worst = max(worst_difference(campaign.folder / f"run-{i}", campaign.alone) for i in range(campaign.finished))
-        yield f"  largest difference of a loss from the undisturbed run: {worst:.1e}"
+        yield f"  largest difference of a loss from that of the undisturbed run: {worst:.1e}"
     kills = [kill for campaign in campaigns.values() for kill in campaign.kills]
     yield f"all: {len(kills)} kills of {sum(kill.killed for kill in kills)} processes"
     for title, key in (("phase", lambda k: k.phase), ("chosen by", lambda k: k.moment), ("ranks", lambda k: k.ranks)):
@@ -376,6 +428,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="of which a fifth at a layout that stays the same")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace", type=float, default=10.0, help="seconds that ranks have after one has died")
+    parser.add_argument("--no-sweep", action="store_true", help="do not kill before each write in turn")
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -389,38 +442,39 @@ def main() -> None:
         "track": {"sample_every": 5, "sample_tokens": 4},
         "optim": {"lr": 1e-3},
     }
-    campaigns = {}
+    fifth = given.kills // 5
     cases: list[tuple[str, str, bool, int]] = [
-        ("mamba1 at any layout", "mamba1", False, given.kills * 2 // 5),
-        ("mamba2 at any layout", "mamba2", False, given.kills * 2 // 5),
-        ("mamba2 at 2 ranks, shard full", "mamba2", True, given.kills - given.kills * 2 // 5 * 2),
+        ("mamba1 at any layout", "mamba1", False, 2 * fifth),
+        ("mamba2 at any layout", "mamba2", False, 2 * fifth),
+        ("mamba2 at 2 ranks, shard full", "mamba2", True, given.kills - 4 * fifth),
     ]
-    for number, (name, kind, is_fixed, num_kills) in enumerate(cases):
-        values = settings(shards, kind, **often, data={"carry_state": kind == "mamba2"})
-        values["model"]["dropout"] = 0.1 if is_fixed else 0.0
-        alone = folder / f"alone-{number}"
-        config = folder / f"alone-{number}.json"
-        config.write_text(json.dumps(values))
-        full = ["--parallel.shard", "full"] if is_fixed else []
-        words = ["train", str(config), "--out", str(alone), *full]
-        undisturbed(2 if is_fixed else 0, words, folder / f"alone-{number}.txt")
-        fixed = (2, {"shard": "full"}) if is_fixed else None
-        say(f"{name}: {num_kills} kills, seed {given.seed + number}")
-        campaigns[name] = Campaign(folder / f"campaign-{number}", values, alone, given.seed + number, fixed)
-        try:
-            campaigns[name].go(num_kills)
-        except (Broken, AssertionError, UserError) as error:
-            campaign = campaigns[name]
-            say(f"BROKEN after {len(campaign.kills)} kills, attempt {campaign.attempts}, in {campaign.run}: {error}")
-            sys.exit(1)
+    campaigns: dict[str, Campaign] = {}
+    try:
+        for number, (name, kind, is_fixed, num_kills) in enumerate(cases):
+            values = settings(shards, kind, **often, data={"carry_state": kind == "mamba2"})
+            values["model"]["dropout"] = 0.1 if is_fixed else 0.0
+            config, alone = folder / f"config-{number}.json", folder / f"alone-{number}"
+            config.write_text(json.dumps(values))
+            words = ["train", str(config), "--out", str(alone)]
+            if is_fixed:
+                undisturbed(2, [*words, "--parallel.shard", "full"], folder / f"alone-{number}.txt")
+            else:  # in this process, which has then loaded all that its forks need
+                assert mambakit(words) == 0
+            say(f"{name}: {num_kills} kills, seed {given.seed + number}")
+            fixed = (2, {"shard": "full"}) if is_fixed else None
+            campaign = Campaign(folder / f"campaign-{number}", config, alone, given.seed + number, fixed)
+            campaigns[name] = campaign
+            campaign.go(num_kills)
+        if not given.no_sweep:
+            say(f"killed before each write in turn: {sweep(folder / 'sweep', folder / 'config-1.json')}")
+    except (Broken, AssertionError) as error:
+        say(f"BROKEN, in {folder}: {error}")
+        sys.exit(1)
     for line in summary(campaigns):
         say(line)
     say(f"{time.monotonic() - begin:.0f} s, seed {given.seed}, nothing is wrong")
-    with contextlib.suppress(OSError):
-        if given.folder is None:
-            import shutil
-
-            shutil.rmtree(folder)
+    if given.folder is None:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
