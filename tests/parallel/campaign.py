@@ -157,6 +157,7 @@ def watch(shared: Shared, rank: int, folder: Path, last_write: int | None) -> No
 
 def start(size: int, words: list[str], log: Path, in_rank: Callable[[int], None]) -> list[Rank]:
     """Fork the ranks. One alone is a plain process in half of the cases: `size` 0."""
+    log.touch()
     shared = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -394,9 +395,11 @@ def check(run: Path, before: int) -> None:
 
 
 def saved(folder: Path) -> int:
-    """The step of the newest checkpoint of a run; -1 where there is none."""
-    found = native.checkpoints(folder) if folder.is_dir() else []
-    return native.step_of(found[0]) if found else -1
+    """The step of the newest checkpoint of a run; -1 where there is none. A kill between the two renames that replace a
+    checkpoint leaves it under another name; whoever goes on with the run completes them."""
+    newer = [path for path in folder.glob("checkpoints/.step_*.newer") if native.is_checkpoint(path)]
+    steps = [int(path.name.removeprefix(".step_").removesuffix(".newer")) for path in newer]
+    return max([-1, *steps, *map(native.step_of, native.checkpoints(folder))])
 
 
 def say(line: str) -> None:
