@@ -19,6 +19,7 @@ from runs import metrics, settings
 from safetensors import safe_open
 
 from mambakit.training.run import train
+from mambakit.training.stopping import StopRequested
 from mambakit.verify import verify
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are processes of POSIX systems")
@@ -129,6 +130,25 @@ def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, 
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     mine, theirs = tensors(tmp_path / "stopped", 40), tensors(tmp_path / "whole", 40)
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_run_that_was_stopped_before_an_evaluation_goes_on_sharded(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FSDP2 does first is then an evaluation, in inference mode."""
+
+    def stop(run: Any) -> None:
+        run.stopper.signal_name = "SIGTERM"
+        raise StopRequested
+
+    values = settings(shards, "mamba2", model={"dropout": 0.0}, optim={"lr": 1e-3})
+    train(values, out=tmp_path / "alone", quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("mambakit.training.loop._evaluate", stop)
+        train(values, out=tmp_path / "run", quiet=True)
+    status, told = run(2, "--resume", "--out", tmp_path / "run", "--parallel.shard", "full")
+    assert status == 0, told
+    assert_same(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
