@@ -2,6 +2,8 @@
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
 # make test-distributed  models and runs on two and four ranks
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
+# make campaign   runs on ranks that are killed 200 times and go on at other layouts; some ten minutes
+# make cold-caches  four processes at once on empty caches of compiled kernels, 20 times; some twenty minutes
 # make demo       train a small model on this machine, from the same wheel
 # make lint       ruff and mypy
 
@@ -20,7 +22,7 @@ SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tests/parallel/test_plan.py
 SLURM := tests/slurm
 
-.PHONY: test test-long test-distributed test-slurm demo lint bench clean
+.PHONY: test test-long test-distributed test-slurm campaign cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM))
@@ -35,6 +37,16 @@ test-slurm: $(VENV)/.installed
 	command -v slurmctld slurmd munged >/dev/null || \
 		(apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(SLURM)
+
+KILLS ?= 200
+SEED ?= 0
+campaign: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m parallel.campaign --kills $(KILLS) --seed $(SEED)
+
+ROUNDS ?= 20
+DEVICE ?= cpu
+cold-caches: $(VENV)/.installed
+	$(BIN)/python tests/parallel/cold_caches.py --rounds $(ROUNDS) --device $(DEVICE)
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py

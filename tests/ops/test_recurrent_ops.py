@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -503,6 +504,38 @@ def test_a_second_derivative_is_refused(op: str) -> None:
     (gradient,) = torch.autograd.grad(function(**leaves)[0].square().sum(), leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         gradient.square().sum().backward()
+
+
+def test_a_kernel_compiled_for_two_dtypes_at_once_is_cached_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By two processes, each of which has read the index before the other wrote it."""
+    import numba
+
+    from mambakit.ops.cpu import jit
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def in_a_process() -> Any:
+        def double(x: Any) -> Any:
+            return x + x
+
+        return jit.kernel(double)
+
+    one, other, later = in_a_process(), in_a_process(), in_a_process()
+    write = one._cache._cache_file._save_data
+
+    def write_after_the_other(name: str, data: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(other._cache._cache_file, "_load_index", dict)
+            other(np.float64(0.1))
+        write(name, data)
+
+    monkeypatch.setattr(one._cache._cache_file, "_save_data", write_after_the_other)
+    one(np.float32(0.1))
+    assert later(np.float64(0.1)) == 0.2
+    assert later(np.float32(0.1)) == np.float32(0.2)
+    assert sum(later.stats.cache_hits.values()) == 2
 
 
 def test_kernels_are_compiled_anew_when_a_file_they_call_changes(tmp_path: Path) -> None:

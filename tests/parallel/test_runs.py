@@ -21,6 +21,7 @@ from safetensors import safe_open
 from mambakit.checkpoint import native
 from mambakit.launch import local
 from mambakit.training.run import train
+from mambakit.training.stopping import StopRequested
 from mambakit.verify import verify
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are processes of POSIX systems")
@@ -81,7 +82,7 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same(run: Path, alone: Path, step: int = 12) -> None:
+def assert_same(run: Path, alone: Path, step: int = 12, *, loss: float = 2e-6, tensor: float = 2e-5) -> None:
     """The same records, and the same tensors but for rounding."""
     mine, theirs = metrics(run), metrics(alone)
     assert [(one["type"], one["step"], one.get("tokens")) for one in mine] == [
@@ -89,12 +90,12 @@ def assert_same(run: Path, alone: Path, step: int = 12) -> None:
     ]
     for one, other in zip(mine, theirs, strict=True):
         if "loss" in other:
-            assert one["loss"] == pytest.approx(other["loss"], abs=2e-6), (one, other)
+            assert one["loss"] == pytest.approx(other["loss"], abs=loss), (one, other)
     found, expected = tensors(run, step), tensors(alone, step)
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=f"{run.name} {name}")
+    for name, value in expected.items():
+        assert found[name].shape == value.shape and found[name].dtype == value.dtype
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=tensor, msg=f"{run.name} {name}")
     assert not list(verify(run))
 
 
@@ -157,6 +158,25 @@ def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, 
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     mine, theirs = tensors(tmp_path / "stopped", 40), tensors(tmp_path / "whole", 40)
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_run_that_was_stopped_before_an_evaluation_goes_on_sharded(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FSDP2 does first is then an evaluation, in inference mode."""
+
+    def stop(run: Any) -> None:
+        run.stopper.signal_name = "SIGTERM"
+        raise StopRequested
+
+    values = settings(shards, "mamba2", model={"dropout": 0.0}, optim={"lr": 1e-3})
+    train(values, out=tmp_path / "alone", quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("mambakit.training.loop._evaluate", stop)
+        train(values, out=tmp_path / "run", quiet=True)
+    status, told = run(2, "--resume", "--out", tmp_path / "run", "--parallel.shard", "full")
+    assert status == 0, told
+    assert_same(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.parametrize(

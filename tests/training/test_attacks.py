@@ -301,6 +301,28 @@ def test_a_run_says_what_it_was_made_of(finished: Path, tmp_path: Path, monkeypa
     assert train(again, out=tmp_path / "run", resume=True).step == 3
 
 
+@pytest.mark.parametrize("name", ["config.json", "history.jsonl"])
+def test_a_run_that_was_killed_while_its_first_files_were_written_begins_again(
+    name: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def replace_or_die(path: Path, target: Any) -> Path:
+        if Path(target).name == name:
+            raise Killed
+        return replace(path, target)
+
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", replace_or_die)
+    with pytest.raises(Killed):
+        train(settings(shards), out=tmp_path / "run")
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # another process
+    assert train(settings(shards), out=tmp_path / "run", resume=True).step == 12
+    assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
 def test_a_folder_with_files_of_a_persons_own_is_no_run(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/diary.txt").write_text("mine")

@@ -116,6 +116,12 @@ class Ranks:
             kept = local_part(parameter)
             for held in Place(shapes[name], self._slice_of(name, shapes[name]), _rows(parameter, self)).boxes():
                 kept.detach()[held.local].copy_(weights[name][held.whole])
+        if self.is_sharded:
+            # FSDP2 makes the tensors of whole parameters at first use. A resumed run may begin with an evaluation, and
+            # what is made in its inference mode cannot be trained with.
+            for unit in (self.model, *self.model.blocks()):
+                unit.unshard()  # type: ignore[operator]
+                unit.reshard()  # type: ignore[operator]
 
     def _group(self, name: str) -> Group:
         group = self.mesh.group(name)

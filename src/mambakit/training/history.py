@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,7 +41,7 @@ def note(run: Run, step: int) -> None:
         known = run.origin.get(name) or next((other[name] for other in before if other.get(name)), None)
         if known and not any(other.get(name) for other in kept):
             line[name] = known
-    beside = path.with_name(f".{NAME}.{os.getpid()}")
+    beside = path.with_name(f".{NAME}.new")  # the run is locked: no other process writes it
     beside.write_text("".join(json.dumps(each) + "\n" for each in [*kept, line]), encoding="utf-8")
     sync(beside)
     beside.replace(path)

@@ -16,7 +16,8 @@ from ..files import UserError, path_of
 from ..progress import say
 from . import history
 
-WRITTEN_FIRST = {"lock", "parameters.txt", history.NAME}  # all that a run has which was killed before its first step
+# All that a run has which was killed before its first step, or while its config.json was written.
+WRITTEN_FIRST = {"lock", "parameters.txt", history.NAME, ".config.json.new"}
 Resume = bool | str | Path  # from the newest good checkpoint, or from the one named
 
 

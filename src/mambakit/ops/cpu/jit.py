@@ -49,14 +49,26 @@ def reduction_kernel(function: Kernel) -> Kernel:
     return _compile(function, {"contract", "nsz", "arcp", "reassoc"})
 
 
+def _save_entry(file: Any, key: Any, data: Any) -> None:
+    """Keep a compiled kernel for one of its signatures. numba numbers the entries of a kernel, and writes the index
+    before the entry: two processes that compile two signatures at once take the same number, and whoever loads one of
+    them later may get the machine code of the other. Here an entry is named after its key, and is written first."""
+    name = file._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:12], 16))
+    file._save_data(name, data)
+    file._save_index({**file._load_index(), key: name})
+
+
 def _compile(function: Kernel, fastmath: set[str]) -> Kernel:
     options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
     function.__qualname__ += f"_{_fingerprint()}"
     try:
-        compiled: Kernel = njit(cache=True, **options)(function)
+        compiled: Any = njit(cache=True, **options)(function)
+        entries = compiled._cache._cache_file
+        entries.save = functools.partial(_save_entry, entries)
     except RuntimeError:  # no folder to cache in is writable: compile anew in each process
         compiled = njit(**options)(function)
-    return compiled
+    found: Kernel = compiled
+    return found
 
 
 @_intrinsic
