@@ -19,7 +19,7 @@ from mambakit.config import ParallelConfig
 from mambakit.data.loader import Batch
 from mambakit.parallel import Mesh, parallelize
 
-ROWS, LENGTH, VOCABULARY, STEPS, CLIP = 4, 24, 37, 4, 0.5
+ROWS, LENGTH, VOCABULARY, STEPS, CLIP = 4, 24, 37, 10, 0.5
 SIZES: dict[str, Any] = {"d_model": 32, "num_layers": 2, "vocab_size": VOCABULARY}
 MAMBA2: dict[str, Any] = {"kind": "mamba2", "head_dim": 8, "state_size": 8}
 MODELS: dict[str, dict[str, Any]] = {

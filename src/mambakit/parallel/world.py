@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..files import RunError, UserError
+from ..files import RunError, UserError, is_out_of_memory
 from ..progress import say
 
 OPENING = timedelta(hours=24)  # the first rank may be preparing text
@@ -188,7 +188,10 @@ class World:
         except Exception as error:
             if self.store is None:
                 raise
-            status = 2 if isinstance(error, UserError) else 1 if isinstance(error, RunError) else CRASHED
+            is_told = isinstance(error, UserError | RunError | OSError) or is_out_of_memory(
+                error
+            )  # by the command line
+            status = 2 if isinstance(error, UserError) else 1 if is_told else CRASHED
             if is_lost_connection(error):
                 sys.stderr.write(f"rank {self.rank} has lost another rank, and ends\n")
                 raise DecidedElsewhere(CRASHED) from None
@@ -198,7 +201,7 @@ class World:
                 is_first = False
             if not is_first:
                 raise DecidedElsewhere(status) from None
-            if status != CRASHED:
+            if is_told:
                 raise
             sys.stderr.write(f"rank {self.rank} has crashed:\n{traceback.format_exc()}")
             raise DecidedElsewhere(CRASHED) from None
@@ -258,4 +261,5 @@ def _scontrol(what: str, name: str) -> str:
 def is_lost_connection(error: Exception) -> bool:
     """Whether a rank that has ended is the reason for this error."""
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(one in text for one in LOST))
+    is_lost = isinstance(error, RuntimeError) and any(one in text for one in LOST)
+    return is_lost or isinstance(error, dist.DistError | ConnectionError)
