@@ -2,7 +2,7 @@
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
 # make test-distributed  models and runs on two and four ranks
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
-# make campaign   runs on ranks that are killed 200 times and go on at other layouts; some ten minutes
+# make campaign   runs on ranks that are killed 200 times at any moment, and before each write; some twenty minutes
 # make cold-caches  four processes at once on empty caches of compiled kernels, 20 times; some twenty minutes
 # make demo       train a small model on this machine, from the same wheel
 # make lint       ruff and mypy
