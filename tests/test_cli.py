@@ -106,7 +106,8 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
             == 0
         )
     if place == "launch":
-        assert main(["train", "--data", "shards", "--write-config", "run.yaml", *TINY]) == 0
+        rows = ["--train.batch-tokens", "3072", "--data.sequence-length", "32"]  # which 8, 16 and 32 ranks can share
+        assert main(["train", "--data", "shards", "--write-config", "run.yaml", *TINY, *rows]) == 0
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 17\n")
         (tmp_path / "bin/sbatch").chmod(0o755)

@@ -208,7 +208,7 @@ def test_verify_names_every_file_that_is_wrong(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [_truncate, lambda folder: (folder / "train-00005.bin").unlink()])
 def test_a_file_of_another_size_is_not_opened(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)
-    with pytest.raises(ShardError, match="train-00005.bin has (43|0) bytes, but the index says 44"):
+    with pytest.raises(ShardError, match="train-00005.bin (has 43 bytes, but the index says 44|is missing)"):
         TokenStream(folder, "train")
 
 
