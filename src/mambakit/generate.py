@@ -240,6 +240,8 @@ def _generate(
 ) -> Rounds:  # fmt: skip
     """Rounds of tokens, by row. Whoever takes a round sends back which rows have ended."""
     sampling = Sampling(**options)
+    if seed is not None and not 0 <= seed < 2**63:
+        raise UserError(f"seed={seed}: need a number from 0 to 2^63 - 1")
     _check(prompts, max_new_tokens, sampling)
     read = {row: torch.tensor([list(prompt)]) for row, prompt in enumerate(prompts)}
     for tokens in read.values():

@@ -321,6 +321,13 @@ def test_the_checkpoint_of_another_model_is_refused_once(shards: Path, tmp_path:
     assert status == 2 and told.count("holds another model") == 1 and "Traceback" not in told, told
 
 
+def test_a_run_that_diverges_says_once_how_to_go_on(shards: Path, tmp_path: Path) -> None:
+    values = settings(shards, "mamba2", optim={"lr": 1e30, "clip": None})
+    status, told = run(2, config_file(tmp_path, values), "--out", tmp_path / "run", "--parallel.tp", "2")
+    assert status == 1 and told.count("training diverged") == 1 and "Traceback" not in told, told
+    assert f"mambakit train --resume --out {tmp_path / 'run'} --gpus 2 --optim.lr" in told
+
+
 def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:
     file = config_file(tmp_path, settings(shards, "mamba2"))
     words = [sys.executable, "-m", "mambakit", "train", str(file), "--out", str(tmp_path / "run"), "--optim.lr"]

@@ -25,7 +25,7 @@ FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, 
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
 PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline")
-NAMED = (*PATHS, "--model", "--recipe", "--tokenizer")
+NAMED = (*PATHS, "--model", "--recipe", "--tokenizer", "--container", "--time", "--mount")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

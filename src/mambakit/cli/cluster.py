@@ -44,7 +44,7 @@ def launch(
       mambakit launch run.yaml --nodes 2 --container mambakit.sqsh --network efa
 
     Args:
-      mount: folders for the container; the current one unless set
+      mount: more folders for the container, which has the current one
       sbatch: an option for sbatch, as --sbatch=--qos=high; may be given again
     """
     from ..launch.slurm import Job, script
@@ -63,7 +63,7 @@ def launch(
         ranks_per_node=gpus_per_node,
         has_gpus=resolved_config.parallel.device != "cpu",
         container=container,
-        mounts=flags.flat(mount) or [f"{here}:{here}"],
+        mounts=[f"{here}:{here}", *flags.flat(mount)] if container else flags.flat(mount),
         network=network,
         time=time,
         options=flags.flat(sbatch),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,9 +58,9 @@ def plan(
     file = read_config(path_of(config)) if config is not None else {}
     run = _resolved([file, named, flags.typed_settings(settings)])
     for name, value in {"ranks": ranks, "gpus-per-node": gpus_per_node, "link": link, "network": network}.items():
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value}: need more than 0")
-    if tokens_per_second is not None and tokens_per_second <= 0:
+    if tokens_per_second is not None and not 0 < tokens_per_second < math.inf:
         raise ConfigError(f"--tokens-per-second {tokens_per_second}: need more than 0")
     machine = Machine(gpus_per_node, link * 1e9, network * 1e9)
     found = report(run, ranks or gpus_per_node, machine, tokens_per_second, grow_batch=grow_batch)

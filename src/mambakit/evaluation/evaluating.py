@@ -115,7 +115,7 @@ def _check_arguments(
     if not data:
         raise UserError("there is nothing to evaluate on; name a folder of shards or of text with --data")
     problems = {
-        f"window={window}: need at least 1": window is not None and window < 1,
+        f"window={window}: need a number from 1 to 2^31": window is not None and not 1 <= window <= 2**31,
         f"samples={samples}: need at least 0": samples < 0,
         f"max_tokens={max_tokens}: need at least 2": max_tokens is not None and max_tokens < 2,
         f"batch_rows={batch_rows}: need at least 1": batch_rows < 1,

@@ -51,9 +51,19 @@ class Job:
             raise UserError(f"--nodes {self.nodes}: need a number, or a range such as 1-4")
         if self.ranks_per_node < 1:
             raise UserError(f"--gpus-per-node {self.ranks_per_node}: need at least 1")
+        if self.mounts and not self.container:
+            raise UserError("--mount is for a container; name one with --container")
+        if unlike := [mount for mount in self.mounts if not re.fullmatch(r"[^:,\n]+:[^,\n]+", mount)]:
+            raise UserError(f"--mount {unlike[0]}: need FROM:TO")
+        if self.profiled_rank is not None and not 0 <= self.profiled_rank < self.fewest_ranks:
+            raise UserError(f"--nsys {self.profiled_rank}: the ranks are 0 to {self.fewest_ranks - 1}")
         wrong = [option for option in self.options if not option.startswith("-") or "\n" in option]
         if wrong or any("\n" in text for text in (self.container or "", self.time or "", str(self.run))):
             raise UserError(f"what is given to sbatch must be options on one line each: {wrong}")
+
+    @property
+    def fewest_ranks(self) -> int:
+        return min(self.numbers_of_nodes) * self.ranks_per_node
 
     @property
     def numbers_of_nodes(self) -> set[int]:

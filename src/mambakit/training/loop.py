@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from .pace import Pace, Times
 from .passes import GraphedPass, Pass
 from .recorder import Record, Recorder
 from .schedule import learning_rate
-from .start import Start
+from .start import Start, resume_command
 from .stopping import Stopper, StopRequested
 
 Found = TypeVar("Found")
@@ -301,7 +300,7 @@ def _diverged(run: Run, step: int, what: str) -> RunError:
     return RunError(
         f"training diverged: {what} not finite at step {step:,}. {again} with a lower learning rate "
         f"(now {run.config.optim.lr:g}):\n"
-        f"  mambakit train --resume --out {shlex.quote(str(run.folder))} --optim.lr {lower:.1g}"
+        f"  {resume_command(run.folder, run.world)} --optim.lr {lower:.1g}"
     )
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from .pace import Pace
 from .passes import make_pass
 from .recorder import Recorder
 from .sizing import check_memory, default_settings
-from .start import Resume, Start, check_folder
+from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
 
@@ -379,11 +378,7 @@ def _train(run: Run) -> Iterator[dict[str, Any]]:
     try:
         yield from loop(run)
     except StopRequested:
-        command = f"mambakit train --resume --out {shlex.quote(str(run.folder))}"
-        if not run.world.is_one:
-            command += (
-                f" --gpus {run.world.size}" if run.world.is_launched_here else f"   # with {run.world.size} ranks"
-            )
+        command = resume_command(run.folder, run.world)
         again = ", and the settings that were changed now: no step was taken with them" * bool(
             run.changed and not run.has_trained
         )

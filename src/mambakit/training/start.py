@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..checkpoint.loading import read_model_config
 from ..config import ConfigError, read_run_config
 from ..data.shards import TOKENIZER
 from ..files import UserError, path_of
+from ..parallel import World
 from ..progress import say
 from . import history
 
@@ -87,6 +89,14 @@ class Start:
             return cls(folder)
         source = native.find(path_of(init_from), substitute=False)
         return cls(folder, None, source, (_settings_of(source),))
+
+
+def resume_command(folder: Path, world: World) -> str:
+    """What goes on with a run, as it was started."""
+    command = f"mambakit train --resume --out {shlex.quote(str(folder))}"
+    if world.is_one:
+        return command
+    return f"{command} --gpus {world.size}" if world.is_launched_here else f"{command}   # with {world.size} ranks"
 
 
 def check_folder(folder: Path, resume: Resume) -> None:

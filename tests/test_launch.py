@@ -1,0 +1,77 @@
+"""The script of a job of Slurm: what it asks for, and what is refused before it is written. tests/slurm runs it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mambakit.files import UserError
+from mambakit.launch.slurm import NETWORKS, Job, script
+
+
+def job(**changes: Any) -> Job:
+    return Job(**{"run": Path("/runs/a b"), "words": ["/configs/it's.yaml"], **changes})
+
+
+def parsed(text: str) -> str:
+    """The script, if bash can read it."""
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return text
+
+
+def test_a_script_is_read_by_bash_whatever_the_names() -> None:
+    text = parsed(script(job(nodes="4", time="24:00:00", network="efa", options=["--partition=gpu"])))
+    for line in (
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--time=24:00:00",
+        "--requeue",
+        "--partition=gpu",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "run='/runs/a b'" in text and "export FI_PROVIDER=efa" in text
+    assert "--kill-on-bad-exit=0 --wait=60 --ntasks-per-node=8 --ntasks=$((SLURM_JOB_NUM_NODES * 8))" in text
+
+
+def test_a_range_of_nodes_asks_for_whole_ones() -> None:
+    text = parsed(script(job(nodes="1-4", has_gpus=False)))
+    assert "#SBATCH --nodes=1-4\n#SBATCH --exclusive\n" in text and "--gpus-per-node" not in text
+
+
+def test_a_container_has_all_its_folders() -> None:
+    text = parsed(script(job(container="mambakit.sqsh", mounts=["/work:/work", "/fsx:/data"])))
+    assert "--container-image=mambakit.sqsh --container-mounts=/work:/work,/fsx:/data" in text
+    assert "train=(mambakit train" in text
+
+
+def test_a_rank_is_profiled() -> None:
+    text = parsed(script(job(profiled_rank=3)))
+    assert "SLURM_PROCID == 3" in text and "nsys profile" in text
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_are_settings(network: str) -> None:
+    text = parsed(script(job(network=network)))
+    assert all(f"export {name}=" in text for name in NETWORKS[network])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": "0"}, "--nodes 0: need a number"),
+        ({"nodes": "4-2"}, "--nodes 4-2: need a number"),
+        ({"ranks_per_node": 0}, "--gpus-per-node 0: need at least 1"),
+        ({"mounts": ["/a:/b"]}, "--mount is for a container"),
+        ({"container": "x", "mounts": ["/a"]}, "--mount /a: need FROM:TO"),
+        ({"profiled_rank": 8}, "--nsys 8: the ranks are 0 to 7"),
+        ({"options": ["qos"]}, "must be options on one line each"),
+        ({"time": "1\n2"}, "must be options on one line each"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        job(**changes)
