@@ -136,7 +136,7 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
         update(ranks, optimizer, scaler, 1e-3, config.optim.clip)
         found["optimizer"] = stored_bytes(t for state in optimizer.state.values() for t in state.values())
         found["count"] = sum(parameter.numel() for parameter in ranks.parameters.values())
-        steps.append({"held": found, "handed": dict(counts)})
+        steps.append({"held": found, "handed": {purpose: list(found) for purpose, found in counts.items()}})
     return {"rank": mesh.rank, "steps": steps}
 
 
