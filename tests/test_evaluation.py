@@ -488,7 +488,7 @@ def test_a_tokenizer_of_another_model_is_told(odd: Path, tmp_path: Path) -> None
     ("options", "message"),
     [
         ({"split": "test"}, "split 'test' does not exist; choose one of train, val"),
-        ({"samples": -1, "window": 0}, "window=0: need at least 1; samples=-1: need at least 0"),
+        ({"samples": -1, "window": 0}, "window=0: need a number from 1 to 2\\^31; samples=-1: need at least 0"),
         ({"max_tokens": 1, "batch_rows": 0}, "max_tokens=1: need at least 2; batch_rows=0: need at least 1"),
         ({"data": []}, "there is nothing to evaluate on"),
         ({"data": ["nothing"]}, "nothing does not exist; give a file or folder of text"),
