@@ -325,7 +325,7 @@ def test_a_run_that_diverges_says_once_how_to_go_on(shards: Path, tmp_path: Path
     values = settings(shards, "mamba2", optim={"lr": 1e30, "clip": None})
     status, told = run(2, config_file(tmp_path, values), "--out", tmp_path / "run", "--parallel.tp", "2")
     assert status == 1 and told.count("training diverged") == 1 and "Traceback" not in told, told
-    assert f"mambakit train --resume --out {tmp_path / 'run'} --gpus 2 --optim.lr" in told
+    assert f"mambakit train --resume --out {tmp_path / 'run'} --optim.lr 0.001 --gpus 2\n" in told
 
 
 def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def _diverged(run: Run, step: int, what: str) -> RunError:
     return RunError(
         f"training diverged: {what} not finite at step {step:,}. {again} with a lower learning rate "
         f"(now {run.config.optim.lr:g}):\n"
-        f"  {resume_command(run.folder, run.world)} --optim.lr {lower:.1g}"
+        f"  {resume_command(run.folder, run.world, f' --optim.lr {lower:.1g}')}"
     )
 
 

@@ -91,9 +91,9 @@ class Start:
         return cls(folder, None, source, (_settings_of(source),))
 
 
-def resume_command(folder: Path, world: World) -> str:
-    """What goes on with a run, as it was started."""
-    command = f"mambakit train --resume --out {shlex.quote(str(folder))}"
+def resume_command(folder: Path, world: World, more: str = "") -> str:
+    """What goes on with a run, as it was started, and with `more` flags."""
+    command = f"mambakit train --resume --out {shlex.quote(str(folder))}{more}"
     if world.is_one:
         return command
     return f"{command} --gpus {world.size}" if world.is_launched_here else f"{command}   # with {world.size} ranks"
