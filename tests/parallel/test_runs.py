@@ -321,6 +321,18 @@ def test_the_checkpoint_of_another_model_is_refused_once(shards: Path, tmp_path:
     assert status == 2 and told.count("holds another model") == 1 and "Traceback" not in told, told
 
 
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_blocks_in_bf16_evaluate_and_sample(kind: str, shards: Path, tmp_path: Path) -> None:
+    values = settings(shards, kind, train={"precision": "bf16", "steps": 6})
+    train(values, out=tmp_path / "alone", quiet=True)
+    values["parallel"] = {"device": "cpu", "shard": "full"}
+    status, told = run(2, config_file(tmp_path, values), "--out", tmp_path / "run")
+    assert status == 0, told
+    mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "alone")
+    assert [one["type"] for one in mine] == [one["type"] for one in theirs] and mine[-1]["type"] == "sample"
+    assert mine[-3]["loss"] == pytest.approx(theirs[-3]["loss"], abs=2e-2)
+
+
 def test_a_run_that_diverges_says_once_how_to_go_on(shards: Path, tmp_path: Path) -> None:
     values = settings(shards, "mamba2", optim={"lr": 1e30, "clip": None})
     status, told = run(2, config_file(tmp_path, values), "--out", tmp_path / "run", "--parallel.tp", "2")

@@ -24,6 +24,7 @@ from ..config import RunConfig
 from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
+from ..device import autocast
 from ..evaluation import Score, score
 from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..generate import generate_text
@@ -408,7 +409,8 @@ def _sample(run: Run) -> Iterator[Record]:
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
     try:
-        with run.ranks.generating():
+        # FSDP2 has blocks in the run's dtype, and autocast brings what they are given into it
+        with run.ranks.generating(), autocast(run.device, run.dtype if run.ranks.is_sharded else torch.float32):
             for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
                 run.check_stop()
                 text = generate_text(
