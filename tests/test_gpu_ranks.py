@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from runs import make_shards, metrics, settings, state_bytes
 
+from mambakit.config import resolve
+from mambakit.parallel import Mesh
+from mambakit.planning import largest
 from mambakit.training.run import train
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +44,33 @@ def test_a_world_of_one_is_the_plain_process(kind: str, shard: str, tmp_path: Pa
     train(values, out=tmp_path / "plain", quiet=True)
     for one, other in zip(metrics(tmp_path / "True/run"), metrics(tmp_path / "plain"), strict=True):
         assert one.get("loss") == pytest.approx(other.get("loss"), abs=2e-3)
+
+
+def test_a_compiled_model_is_sharded(tmp_path: Path) -> None:
+    values = settings(make_shards(tmp_path), "mamba2", model={"dropout": 0.0}, train={"precision": "bf16"})
+    values["parallel"] = {"device": "cuda", "shard": "full"}
+    run(1, tmp_path / "plain", values)
+    values["train"]["compile"] = True
+    run(1, tmp_path / "compiled", values)
+    for one, other in zip(metrics(tmp_path / "compiled/run"), metrics(tmp_path / "plain/run"), strict=True):
+        assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_what_is_kept_in_the_memory_of_the_cpu_is_not_on_the_card(kind: str, tmp_path: Path) -> None:
+    large = {"dropout": 0.0, "d_model": 512, "num_layers": 8}
+    values = settings(make_shards(tmp_path), kind, model=large, train={"precision": "bf16", "micro_batch_rows": 8})
+    peaks = []
+    for offload in (False, True):
+        values["parallel"] = {"device": "cuda", "shard": "full", "offload": offload}
+        run(1, tmp_path / str(offload), values)
+        records = [json.loads(line) for line in (tmp_path / f"{offload}/run/metrics.jsonl").read_text().splitlines()]
+        peaks.append(max(record.get("memory_bytes", 0) for record in records))
+    for one, other in zip(metrics(tmp_path / "True/run"), metrics(tmp_path / "False/run"), strict=True):
+        assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-2)
+    config = resolve(json.loads((tmp_path / "True/run/config.json").read_text()))
+    offloaded = largest(config, Mesh()).offloaded
+    assert offloaded > 100e6 and peaks[0] - peaks[1] > 0.7 * offloaded, (peaks, offloaded)
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"shard": "full"}, {"shard": "optimizer"}])

@@ -29,7 +29,7 @@ class Decoder:
 
     def __init__(self, model: MambaLM) -> None:
         self.model = model
-        self.device = model.lm_head.weight.device
+        self.device = model.device
         self.rows: list[int] = []
         self.logits = torch.empty(0, model.config.padded_vocab_size, device=self.device)
         self._state: State | None = None

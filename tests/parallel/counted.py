@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterable
@@ -164,14 +163,10 @@ def _whole_gradients(model: MambaLM, ranks: Ranks) -> list[int]:
 
 def together(world: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """What each rank has counted, for each case: {"settings", "local_size"}."""
+    from .layouts import run_ranks  # not at the top: each rank runs this file as a program
+
     (folder / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(folder), str(rank), str(world)], env=environment)
-        for rank in range(world)
-    ]
-    codes = [process.wait(timeout=600) for process in ranks]
-    assert codes == [0] * world, codes
+    run_ranks(__file__, world, folder)
     by_rank = [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(world)]
     return [list(each) for each in zip(*by_rank, strict=True)]
 

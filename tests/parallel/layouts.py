@@ -154,18 +154,23 @@ def train_together(config: ModelConfig, layout: Layout, recompute: Any, dtype: t
     return dict(zip(worst, numbers.tolist(), strict=True))
 
 
+def run_ranks(program: str, world: int, folder: Path) -> None:
+    """Run a program once for each rank, with the folder, its rank and the number of ranks."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, program, str(folder), str(rank), str(world)], env=environment)
+        for rank in range(world)
+    ]
+    codes = [process.wait(timeout=600) for process in ranks]
+    assert codes == [0] * world, codes
+
+
 def together(
     world: int, folder: Path, cases: list[tuple[str, Layout, str]], dtype: str = "float64"
 ) -> list[dict[str, float]]:
     """Train each case on `world` processes: how far each kind of number is from that of one process."""
     (folder / "cases.json").write_text(json.dumps([(*case, dtype) for case in cases]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(folder), str(rank), str(world)], env=environment)
-        for rank in range(world)
-    ]
-    codes = [process.wait(timeout=600) for process in ranks]
-    assert codes == [0] * world, codes
+    run_ranks(__file__, world, folder)
     found: list[dict[str, float]] = json.loads((folder / "found.json").read_text())
     return found
 

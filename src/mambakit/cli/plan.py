@@ -102,6 +102,10 @@ def _print(found: Report) -> None:
         f"One rank holds {held.total / GIB:,.2f} GiB: parameters {held.parameters / GIB:,.2f}, gradients "
         f"{max(held.gradients, held.summed_later) / GIB:,.2f}, optimizer {held.optimizer / GIB:,.2f}."
     )
+    if held.offloaded:
+        print_line(
+            f"Of this, {held.offloaded / GIB:,.2f} GiB are in the CPU's memory; speeds leave out what that costs."
+        )
     if held.summed_later:
         after = f"{held.gradients / GIB:,.2f}"
         print_line(f"Gradients are whole until the last micro-batch, then {after} GiB; see --parallel.reduce every.")

@@ -249,6 +249,11 @@ class ParallelConfig(Settings):
     cp: int = Field(1, ge=1, description="context parallelism: ranks that share the length of each row")
     reshard: bool = Field(True, description="full, hybrid: free a block's parameters after its forward pass")
     prefetch: int = Field(1, ge=0, le=64, description="full, hybrid: blocks whose parameters are gathered ahead")
+    offload: bool = Field(
+        False,
+        description="full, hybrid: keep parameters, gradients and optimizer state in the CPU's memory, and step them "
+        "there; slower, for models that a card cannot hold. One card: --gpus 1",
+    )
     reduce: Literal["last", "every"] = Field(
         "last",
         description="full, hybrid: sum gradients over ranks after the last micro-batch of a step, or after every one, "

@@ -33,7 +33,7 @@ def score(
     after_batch: Callable[[int], None] = lambda targets: None,
 ) -> Score:
     """The loss of `lanes` of documents, with the state carried from batch to batch where a document goes on."""
-    device = model.lm_head.weight.device
+    device = model.device
     was_training = model.training
     model.eval()
     loss_sum, targets = 0.0, 0

@@ -154,6 +154,11 @@ class MambaLM(nn.Module):
         init_linear_(self.lm_head)
         self.tie_weights()
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes. Large parameters may be kept elsewhere, and brought there when they are needed."""
+        return self.backbone.norm_f.weight.device
+
     def reset_parameters(self) -> None:
         """Initialize all weights anew, for a model that was built on the meta device."""
         self.backbone.reset_parameters()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ConfigError, RunConfig
+from ..device import choose_dtype
 from .slices import sharing_problems
 from .world import DecidedElsewhere, World
 
@@ -106,9 +107,10 @@ def layout_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: boo
     length = config.data.sequence_length
     if length % parallel.cp or length // parallel.cp < config.model.conv_width:
         problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
-    speaks = parallel.shard in ("full", "hybrid") or parallel.tp * parallel.cp > 1
-    if not is_one and config.train.compile and speaks:
-        problems.append("train.compile=true works with parallel.shard none or optimizer so far, without tp and cp")
+    if parallel.offload and parallel.shard not in ("full", "hybrid"):
+        problems.append("parallel.offload=true needs parallel.shard full or hybrid")
+    if parallel.offload and is_one:
+        problems.append("parallel.offload=true needs a process group; add --gpus 1")
     problems += sharing_problems(config.model, parallel.tp)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -119,6 +121,8 @@ def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
     """The ranks as the config arranges them. Raises on all of them where they cannot be."""
     try:
         mesh = layout_of(config, world.size, world.local_size, is_one=world.is_one)
+        if config.parallel.offload and choose_dtype(config.train.precision, device) == torch.float16:
+            raise ConfigError("parallel.offload=true does not work in fp16; use --train.precision bf16 or fp32")
     except ConfigError:
         if world.is_first:
             raise

@@ -73,9 +73,9 @@ class Ranks:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether CUDA graphs can replay a pass: not where ranks speak through the host in it."""
+        """Whether CUDA graphs can replay a pass: not where ranks speak through the host in it, or fetch parameters."""
         speaks = self.is_sharded or self.mesh.tp * self.mesh.cp > 1
-        return not speaks or "cuda:nccl" in dist.get_backend_config()
+        return not self.config.offload and (not speaks or "cuda:nccl" in dist.get_backend_config())
 
     @property
     def reduces(self) -> bool:
@@ -106,7 +106,8 @@ class Ranks:
             self.model.tie_weights()
             self.model.to(device)
             return
-        self.model.to_empty(device=device)
+        kept_at = torch.device("cpu") if self.config.offload else device
+        self.model._apply(lambda t: torch.empty_like(t, device=device if local_part(t) is t else kept_at))
         self.model.tie_weights()
         if self._sharing is not None:
             sum_shared_rows(self.model, self._sharing, self._group("tp"))
@@ -273,10 +274,10 @@ class Ranks:
             if gradient is not None:
                 parts += [gradient if box is None else gradient[box] for box, _ in piece.parts]
                 copies += [count for _, count in piece.parts]
-        device = self.model.lm_head.weight.device
+        device = self.model.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if parts:
-            norms = torch.stack(torch._foreach_norm(parts)).to(device, torch.float64)
+            norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(parts)]).double()
             counted = tuple(copies)
             if counted not in self._shares:  # once: it waits for the device
                 self._shares[counted] = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
@@ -285,8 +286,8 @@ class Ranks:
         norm = squares.sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            if gradients:
-                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            for place in {gradient.device for gradient in gradients}:
+                torch._foreach_mul_([each for each in gradients if each.device == place], factor.to(place))
         return norm
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -376,7 +377,10 @@ def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torc
     narrow = dtype if dtype != torch.float32 else None
     narrows = fsdp.MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.sharded, "ignored_params": small}
-    reshards = config.reshard and mesh.shard * mesh.cp > 1  # a rank that has all of them anyway frees nothing
+    # A rank that keeps all of them anyway frees nothing.
+    reshards = config.reshard and (mesh.shard * mesh.cp > 1 or config.offload)
+    if config.offload:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.sharded.device_type == "cuda")
     blocks: list[Any] = model.blocks()
     for block in blocks:
         fsdp.fully_shard(block, reshard_after_forward=reshards, mp_policy=narrows, **options)

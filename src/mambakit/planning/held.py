@@ -29,11 +29,16 @@ class Held:
     gradients: int  # after the last backward pass of a step
     optimizer: int
     summed_later: int  # gradients that FSDP2 keeps whole until the last micro-batch: parallel.reduce last
+    offloaded: int  # of the total, in the CPU's memory
 
     @property
     def total(self) -> int:
         """At the most: whole gradients are there before the shared ones."""
         return self.parameters + max(self.gradients, self.summed_later) + self.optimizer
+
+    @property
+    def on_device(self) -> int:
+        return self.total - self.offloaded
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,7 +72,9 @@ def held(config: RunConfig, mesh: Mesh) -> Held:
     """Bytes that the mesh's rank holds."""
     copies, copy = mesh.data_size * mesh.cp, mesh.data_rank * mesh.cp + mesh.cp_rank
     sharding = mesh.shard * mesh.cp
-    kept = stepped = tensors = whole = 0
+    kept = stepped = tensors = whole = offloaded = 0
+    own_rows = config.batch_rows // mesh.data_size
+    waits = config.parallel.reduce == "last" and own_rows > config.micro_batch_rows
     for name, parameter in local_parameters(config.model, mesh.tp, mesh.tp_rank).items():
         rows, ranks, rank = parameter.shape[0], 1, 0
         if is_sharded(config, name):
@@ -79,11 +86,13 @@ def held(config: RunConfig, mesh: Mesh) -> Held:
             if config.parallel.shard == "optimizer":
                 ranks, rank = copies, copy
         begin, end = chunk(rows, ranks, rank)
-        stepped += (end - begin) * (parameter.numel() // rows)
+        own = (end - begin) * (parameter.numel() // rows)
+        stepped += own
         tensors += 1
-    own_rows = config.batch_rows // mesh.data_size
-    waits = config.parallel.reduce == "last" and own_rows > config.micro_batch_rows
-    return Held(FP32 * kept, FP32 * kept, FP32 * (2 * stepped + tensors), FP32 * whole * waits)
+        if is_sharded(config, name) and config.parallel.offload:
+            # Whole gradients, which are on the device, are there before the shared ones.
+            offloaded += padded(parameter, sharding) * (1 if waits else 2) + 2 * own + 1
+    return Held(FP32 * kept, FP32 * kept, FP32 * (2 * stepped + tensors), FP32 * whole * waits, FP32 * offloaded)
 
 
 def largest(config: RunConfig, mesh: Mesh) -> Held:

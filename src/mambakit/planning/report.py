@@ -64,7 +64,7 @@ class Report:
 
 def report(config: RunConfig, ranks: int, machine: Machine, rate: float | None, *, grow_batch: bool = False) -> Report:
     """Raises ConfigError where so many ranks cannot have the config's layout."""
-    mesh = layout_of(config, ranks, machine.gpus_per_node, is_one=ranks == 1)
+    mesh = layout_of(config, ranks, machine.gpus_per_node, is_one=ranks == 1 and not config.parallel.offload)
     source = "as given"
     if rate is None:
         rate, source = measured_rate(config.model)

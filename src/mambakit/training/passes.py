@@ -119,7 +119,7 @@ class GraphedPass:
         return not kind.adds or (bool(self._gradients) and all(parameter.grad is held for parameter, held in here))
 
     def _capture(self, kind: Kind) -> None:
-        device = self._parameters[0].device
+        device = self._ranks.model.device
         current = torch.cuda.current_stream(device)
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         random = torch.cuda.get_rng_state(device)
@@ -181,7 +181,7 @@ def make_pass(
 ) -> Pass:
     """The pass over micro-batches of this shape: CUDA graphs on a GPU, unless torch.compile is used."""
     model = ranks.model
-    device = model.lm_head.weight.device
+    device = model.device
     plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
     if not graphed or compiled or device.type != "cuda" or not ranks.can_be_captured:
         return plain

@@ -240,7 +240,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
 
 def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> Ranks:
     """The model on its device, with its first weights: drawn from the seed, or read."""
-    check_memory(config.model, device)
+    check_memory(config, mesh, device)
     with torch.device("meta"):
         model = MambaLM(config.model)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
@@ -284,7 +284,7 @@ def _assemble(
     model = ranks.model
     state = native.read_state(start.checkpoint) if start.checkpoint else None
     progress = dataclasses.replace(state.progress) if state else Progress()
-    device = model.lm_head.weight.device
+    device = model.device
     dtype = choose_dtype(config.train.precision, device)
     if config.parallel.threads:
         torch.set_num_threads(config.parallel.threads)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, ModelConfig, RunConfig, TrainConfig, resolve
+from ..config import ConfigError, RunConfig, TrainConfig, resolve
 from ..data.shards import Index
 from ..device import choose_recompute
+from ..parallel import Mesh
+from ..planning import largest
 from ..presets import RECIPES
 from ..progress import duration
 
@@ -99,14 +101,15 @@ def _short(config: RunConfig) -> dict[str, Any]:
     return recipe
 
 
-def check_memory(model: ModelConfig, device: torch.device) -> None:
+def check_memory(config: RunConfig, mesh: Mesh, device: torch.device) -> None:
     """A model that cannot fit is told before torch fails to build it."""
     there = total_memory(device)
-    needed = STATE_BYTES * model.num_parameters()
+    needed = largest(config, mesh).on_device
     if there is not None and needed > there:
+        each = "" if mesh.size == 1 else f" on each of {mesh.size} ranks"
         raise ConfigError(
-            f"the model has {model.num_parameters():,} parameters: weights, gradients and AdamW's averages take "
-            f"{needed / 2**30:,.0f} GiB, but {device} has {there / 2**30:,.0f} GiB; choose a smaller --model"
+            f"the model has {config.model.num_parameters():,} parameters: weights, gradients and AdamW's averages take "
+            f"{needed / 2**30:,.0f} GiB{each}, but {device} has {there / 2**30:,.0f} GiB; choose a smaller --model"
         )
 
 
