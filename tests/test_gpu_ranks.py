@@ -59,15 +59,18 @@ def test_a_compiled_model_is_sharded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
 def test_what_is_kept_in_the_memory_of_the_cpu_is_not_on_the_card(kind: str, tmp_path: Path) -> None:
     large = {"dropout": 0.0, "d_model": 512, "num_layers": 8}
-    values = settings(make_shards(tmp_path), kind, model=large, train={"precision": "bf16", "micro_batch_rows": 8})
+    values = settings(make_shards(tmp_path), kind, model=large, optim={"lr": 1e-4})
+    values["train"] |= {"precision": "bf16", "micro_batch_rows": 8}
     peaks = []
     for offload in (False, True):
         values["parallel"] = {"device": "cuda", "shard": "full", "offload": offload}
         run(1, tmp_path / str(offload), values)
         records = [json.loads(line) for line in (tmp_path / f"{offload}/run/metrics.jsonl").read_text().splitlines()]
         peaks.append(max(record.get("memory_bytes", 0) for record in records))
-    for one, other in zip(metrics(tmp_path / "True/run"), metrics(tmp_path / "False/run"), strict=True):
-        assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-2)
+    mine, theirs = metrics(tmp_path / "True/run"), metrics(tmp_path / "False/run")
+    assert mine[0]["loss"] == theirs[0]["loss"] and mine[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], 1e-5)
+    for one, other in zip(mine, theirs, strict=True):  # AdamW is rounded in another way on the CPU
+        assert one.get("loss") == pytest.approx(other.get("loss"), abs=2e-3)
     config = resolve(json.loads((tmp_path / "True/run/config.json").read_text()))
     offloaded = largest(config, Mesh()).offloaded
     assert offloaded > 100e6 and peaks[0] - peaks[1] > 0.7 * offloaded, (peaks, offloaded)

@@ -277,7 +277,7 @@ class Ranks:
         device = self.model.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if parts:
-            norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(parts)]).double()
+            norms = _norms(parts, device)
             counted = tuple(copies)
             if counted not in self._shares:  # once: it waits for the device
                 self._shares[counted] = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
@@ -328,6 +328,12 @@ def buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
         size += tensor.numel()
     if bucket:
         yield bucket
+
+
+def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if any(tensor.device != device for tensor in tensors):  # a CPU's sums of fp32 numbers are less exact
+        return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64).to(device) for each in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors))).double()
 
 
 def _sum_in_place(tensors: Sequence[Tensor], group: Group) -> None:
