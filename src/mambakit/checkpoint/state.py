@@ -40,6 +40,7 @@ class TrainingState:
     fingerprint: str | None  # of the data and the order of its rows
     metrics_bytes: int  # length of metrics.jsonl
     config: Mapping[str, Any]  # the resolved config of the run
+    averaged: Mapping[str, Any] | None = None  # weights by name, with optim.ema
     placed: Callable[[str, Tensor], Tensor | Sliced] = lambda name, tensor: tensor  # with its place on several ranks
 
     def tensors(self) -> dict[str, Tensor | Sliced]:
@@ -65,11 +66,12 @@ class TrainingState:
         tensors: Mapping[str, Tensor],
         values: Mapping[str, Any],
         config: Mapping[str, Any],
+        averaged: Mapping[str, Tensor] | None = None,
     ) -> TrainingState:
         """The state whose `tensors` and `values` these are."""
         numbers = {field.name: values[field.name] for field in dataclasses.fields(Progress) if field.name in values}
         parts = Progress(**numbers), optimizer, _part("random", tensors), _carried(_part("carried", tensors))
-        return cls(*parts, values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config)
+        return cls(*parts, values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config, averaged)
 
 
 def _part(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

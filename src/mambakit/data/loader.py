@@ -1,8 +1,8 @@
 """Batches from shards. The tokens of a row are a pure function of (seed, epoch, row number).
 
 Rows are numbered from 0 without end. An epoch is one pass over the windows of the split, in its own order. A step takes
-the next `batch_rows` rows. The loader's whole state is the number of the next row: any number of threads and any cut
-into micro-batches reads the same rows.
+the next `batch_rows` rows, or fewer where batches grow (config/growth.py). The loader's whole state is the number of
+the next row: any number of threads and any cut into micro-batches reads the same rows.
 
 With a mix, an epoch has as many rows, but each source has its share of them. A source goes through its own windows in
 its own order, again and again.
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import DataConfig
+from ..config import DataConfig, Growth
 from .shards import ShardError, TokenStream
 
 
@@ -68,6 +68,15 @@ class Batch:
         values["loss_mask"][self.num_rows :] = False
         return Batch(**values)
 
+    def cut(self, pieces: int) -> Batch:
+        """With every row cut into so many: the same tokens and targets, in rows that each start from nothing."""
+        if pieces == 1:
+            return self
+        wide = {
+            name: value.reshape(self.num_rows * pieces, -1) for name, value in vars(self).items() if name != "carries"
+        }
+        return Batch(**wide, carries=self.carries.repeat_interleave(pieces))
+
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
@@ -79,7 +88,8 @@ class Batch:
 
 class Loader:
     """An endless iterator over batches of `batch_rows` rows, from row `next_row` on. Where `own` is given, only these
-    rows of each batch are read, from its first to before its second: those of a rank."""
+    rows of each batch are read, from its first to before its second: those of a rank. Of smaller batches at first, it
+    is the same share."""
 
     def __init__(
         self,
@@ -89,13 +99,14 @@ class Loader:
         *,
         next_row: int = 0,
         own: tuple[int, int] | None = None,
+        growth: Growth | None = None,
     ) -> None:
         if len(stream) < 2:
             raise ShardError(
                 f"the {stream.split} split of {stream.folder} has {len(stream)} tokens; need at least 2 to learn from"
             )
         self.stream, self.config, self.batch_rows = stream, config, batch_rows
-        self.own = own or (0, batch_rows)
+        self.own, self.growth = own or (0, batch_rows), growth or Growth(batch_rows)
         self.length = config.sequence_length
         self.num_windows = -(-(len(stream) - 1) // self.length)
         # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
@@ -142,7 +153,8 @@ class Loader:
     def read(self, first_row: int) -> Batch:
         """The batch that starts with this row."""
         layout, length = self.stream.layout, self.length
-        rows = range(first_row + self.own[0], first_row + self.own[1])
+        begin, end = (edge * self.growth.rows_at(first_row) // self.batch_rows for edge in self.own)
+        rows = range(first_row + begin, first_row + end)
         packed = np.zeros((len(rows), length + 1), layout.dtype)  # places that are not filled are no targets
         carries = np.zeros(len(rows), dtype=bool)
         for i, row in enumerate(rows):
@@ -159,21 +171,22 @@ class Loader:
         if self.config.workers == 0:
             while True:
                 batch = self.read(self.next_row)
-                self.next_row += self.batch_rows
+                self.next_row = self.growth.row_after(self.next_row, 1)
                 yield batch
         ahead: deque[Future[Batch]] = deque()
-        first = self.next_row  # of the batches ahead
+        first = last = self.next_row  # of the batches ahead, and after them
         pool = ThreadPoolExecutor(self.config.workers, thread_name_prefix="loader")
         try:
             while True:
                 if first != self.next_row:
                     while ahead:
                         ahead.popleft().cancel()
-                    first = self.next_row
+                    first = last = self.next_row
                 while len(ahead) < self.config.prefetch:
-                    ahead.append(pool.submit(self.read, first + len(ahead) * self.batch_rows))
+                    ahead.append(pool.submit(self.read, last))
+                    last = self.growth.row_after(last, 1)
                 batch = ahead.popleft().result()
-                first = self.next_row = first + self.batch_rows
+                first = self.next_row = self.growth.row_after(first, 1)
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -148,10 +148,10 @@ class Ranks:
         return Piece(tensor, Place(shape, cut, rows, copies, copy))
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor that has a parameter's shape, as its optimizer state has; a number is whole."""
-        if self.is_one or not whole.dim():
+        """This rank's part of a tensor that has a parameter's shape, as its optimizer state has; others are whole."""
+        place = self.pieces[name].place if not self.is_one else None
+        if place is None or whole.shape != place.shape:
             return whole
-        place = self.pieces[name].place
         part = whole.new_empty(place.local_shape)
         for held in place.boxes():
             part[held.local] = whole[held.whole]
@@ -162,7 +162,9 @@ class Ranks:
         if self.is_one:
             return tensor
         place = self.pieces[name].place
-        return Sliced(tensor, place if tensor.dim() else Place((), None, None, self.mesh.size, self.mesh.rank))
+        if tensor.shape != place.local_shape:
+            place = Place(tuple(tensor.shape), None, None, self.mesh.size, self.mesh.rank)
+        return Sliced(tensor, place)
 
     def seed(self, seed: int, step: int) -> None:
         """Begin a step's random numbers. They depend on the rows and columns that a rank computes: tp ranks, which

@@ -1,6 +1,7 @@
 """What a rank keeps between two steps: parameters, gradients and optimizer state, in bytes.
 
-Masters are fp32. AdamW keeps two averages of each number that the rank steps, and a count of steps for each tensor.
+Masters are fp32. AdamW keeps two averages of each number that the rank steps, and a count of steps for each tensor;
+other optimizers are counted by `optim.state_bytes`, with the average of the weights.
 Activations, and what FSDP2 gathers for a pass, are not counted.
 """
 
@@ -92,7 +93,8 @@ def held(config: RunConfig, mesh: Mesh) -> Held:
         if is_sharded(config, name) and config.parallel.offload:
             # Whole gradients, which are on the device, are there before the shared ones.
             offloaded += padded(parameter, sharding) * (1 if waits else 2) + 2 * own + 1
-    return Held(FP32 * kept, FP32 * kept, FP32 * (2 * stepped + tensors), FP32 * whole * waits, FP32 * offloaded)
+    optimizer = round(config.optim.state_bytes * stepped) + FP32 * tensors
+    return Held(FP32 * kept, FP32 * kept, optimizer, FP32 * whole * waits, FP32 * offloaded)
 
 
 def largest(config: RunConfig, mesh: Mesh) -> Held:

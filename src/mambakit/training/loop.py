@@ -34,6 +34,7 @@ from ..parallel import Ranks, World
 from . import history
 from .data import TrainingData
 from .display import Display
+from .ema import WeightAverage
 from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .pace import Pace, Times
@@ -70,7 +71,7 @@ class Run:
     world: World
     ranks: Ranks
     run_micro_batch: Pass
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     data: TrainingData
     total_steps: int
@@ -81,6 +82,7 @@ class Run:
     recorder: Recorder
     stopper: Stopper
     progress: Progress
+    average: WeightAverage | None = None  # of the weights, with optim.ema
     carried: State | None = None  # (rows of a batch) with data.carry_state
     unrecorded: Step | None = None  # the last step, on a GPU: recorded when the next one has begun
     clock: Moment | None = None  # when the last recorded step ended, or when the first one after a break began
@@ -184,10 +186,14 @@ def step(run: Run) -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"AdamW's averages do not fit in the memory of {run.device}; take a smaller --model") from error
+        raise UserError(
+            f"the optimizer's state does not fit in the memory of {run.device}; take a smaller --model"
+        ) from error
     run.carried = states
     num_tokens = batch.tokens.numel() * mesh.data_size
     progress.step += 1
+    if run.average is not None:
+        run.average.update(progress.step)
     progress.tokens += num_tokens
     progress.next_row += batch.num_rows * mesh.data_size
     numbers = Numbers(loss, norm)
@@ -218,9 +224,10 @@ def _save_what_is_done(run: Run) -> None:
 def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | None]:
     """Gradients of the mean loss over the targets of all ranks' batches; the loss; and the states after it, if
     carried."""
-    rows = run.config.micro_batch_rows
+    pieces = run.config.growth.pieces_at(run.progress.next_row)
+    rows = run.config.micro_batch_rows * pieces
     num_targets = torch.full((), max(1, of_all), dtype=torch.float32, device=run.device)
-    batch = _own_columns(run, batch)
+    batch = _own_columns(run, batch.cut(pieces))
     loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
     states: list[State] = []
     for begin in range(0, batch.num_rows, rows):
@@ -368,20 +375,14 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 
 
 def _evaluate(run: Run) -> Record:
-    assert run.data.val is not None
-    rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
+    """The validation loss, which decides about the best checkpoint; and that of the averaged weights, if there are."""
     run.display.doing("evaluating")
-    rows *= run.ranks.mesh.data_size
-    batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
-    padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
-    own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
-    result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
-    if not run.world.is_one:
-        loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
-        result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
+    result = _score(run)
+    averaged: Record = {}
+    if run.average is not None:
+        with run.average.in_place_of_weights():
+            averaged = {"ema_loss": _score(run).loss}
     run.display.doing("training")
-    if not math.isfinite(result.loss):
-        raise _diverged(run, run.progress.step, "the validation loss is")
     run.proven_step = run.progress.step
     return {
         "type": "eval",
@@ -390,7 +391,24 @@ def _evaluate(run: Run) -> Record:
         "perplexity": math.exp(min(result.loss, 700.0)),
         "bits_per_byte": bits_per_byte_of(run.data.val, result.loss),
         "targets": result.targets,
+        **averaged,
     }
+
+
+def _score(run: Run) -> Score:
+    assert run.data.val is not None
+    rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
+    rows *= run.ranks.mesh.data_size
+    batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
+    padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
+    own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
+    result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
+    if not run.world.is_one:
+        loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
+        result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
+    if not math.isfinite(result.loss):
+        raise _diverged(run, run.progress.step, "the validation loss is")
+    return result
 
 
 def _note_best(run: Run, loss: float) -> None:
@@ -478,13 +496,18 @@ def training_state(run: Run) -> TrainingState:
     optimizer, scaler = optimizer_tensors(run.ranks, run.optimizer), run.scaler.state_dict()
     rows = run.data.loader.fingerprint if run.data.loader else None
     metrics_bytes, config = run.metrics.length() if run.metrics else 0, run.config.to_json()
-    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config)
+    averaged = None
+    if run.average is not None:
+        averaged = {name: run.ranks.sliced(name, tensor) for name, tensor in run.average.tensors.items()}
+    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config, averaged)
     return state if run.world.is_one else dataclasses.replace(state, placed=run.ranks.sliced_state)
 
 
 def restore(run: Run, state: TrainingState) -> None:
     """Put the run where the state was taken. Its progress, data and metrics were opened there."""
     load_optimizer_tensors(run.ranks, run.optimizer, state.optimizer)
+    if run.average is not None and state.averaged is not None:
+        run.average.load(state.averaged)
     if state.scaler:  # empty after a run without one
         run.scaler.load_state_dict(dict(state.scaler))
     if state.carried is not None:

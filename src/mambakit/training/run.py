@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,10 +31,11 @@ from ..progress import say, silence
 from . import history
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
+from .ema import WeightAverage
 from .history import Origin
 from .loop import Run, loop, restore, save, tidy
 from .metrics import MetricsFile
-from .optim import make_optimizer
+from .optim import check_same_optimizer, make_optimizer
 from .pace import Pace
 from .passes import make_pass
 from .recorder import Recorder
@@ -222,6 +222,10 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
             f"the shards of this run, {config.data.path[0]}, are gone; name its data again with --data"
             f"{f' {named}' if named else ', as when it was begun'}"
         )
+    if has_batches and (config.train.batch_warmup or config.data.length_warmup):
+        raise ConfigError(
+            "train.batch_warmup and data.length_warmup are for shards; batches of your own have their sizes"
+        )
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
     origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
@@ -293,6 +297,8 @@ def _assemble(
         _check_space(start.folder, model, config)
     data = open_data(config, shards, batches, progress, ranks.rows_of(config.batch_rows))
     check_same_rows(state, data.loader, start.checkpoint)
+    if state:
+        check_same_optimizer(resolve(state.config).optim, config.optim)
     total_steps = _total_steps(config, data.loader, progress)
     _check_length(config, total_steps, has_evaluations=bool(data.val_ranges))
     if world.is_first:
@@ -302,7 +308,8 @@ def _assemble(
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     own_rows, length = config.batch_rows // ranks.mesh.data_size, config.data.sequence_length // ranks.mesh.cp
     shape = min(config.micro_batch_rows, own_rows), length
-    is_even = own_rows % shape[0] == 0 or not ranks.is_sharded  # FSDP2 takes all passes of a step in one way
+    # FSDP2 takes all passes of a step in one way; its first steps may have fewer rows.
+    is_even = config.growth.first_batch_rows // ranks.mesh.data_size % shape[0] == 0 or not ranks.is_sharded
     display = Display(total_steps, progress.step, config.track.log_every)
     if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
         replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
@@ -317,7 +324,7 @@ def _assemble(
             ranks, scaler, dtype, shape=shape, compiled=config.train.compile,
             graphed=config.train.cuda_graph and is_even,
         ),
-        optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
+        optimizer=make_optimizer(ranks.parameters, config.optim, device, config.model), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
         pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
@@ -325,6 +332,7 @@ def _assemble(
         # not finite may be due to these.
         proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
         changed=changed, origin=origin,
+        average=WeightAverage(ranks.parameters, config.optim.ema) if config.optim.ema is not None else None,
     )  # fmt: skip
     if world.is_first:
         introduce(run)
@@ -449,7 +457,7 @@ def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
 
 def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
     """Check now that the disk is large enough, and not after hours."""
-    size, free = native.estimated_bytes(model), shutil.disk_usage(folder).free
+    size, free = native.estimated_bytes(model, config.optim.state_bytes), shutil.disk_usage(folder).free
     if free < size:
         raise UserError(
             f"a checkpoint takes about {size / 1e9:.2f} GB, but the disk of {folder} has {free / 1e9:.2f} GB free; "
@@ -468,10 +476,11 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
         raise ConfigError("the length of batches of your own is not known; set train.steps")
     if config.train.tokens is not None:
         left = max(0, config.train.tokens - progress.tokens)
-        return progress.step + -(-left // config.train.batch_tokens)
-    assert config.train.epochs is not None
-    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.next_row)
-    return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
+        last_row: float = progress.next_row - (-left // config.data.sequence_length)
+    else:
+        assert config.train.epochs is not None
+        last_row = config.train.epochs * loader.epoch_rows
+    return progress.step + config.growth.steps_between(progress.next_row, last_row)
 
 
 def _check_length(config: RunConfig, total_steps: int, *, has_evaluations: bool) -> None:
