@@ -19,10 +19,10 @@ CODES, SCALE = ".codes", ".scale"
 
 
 def make_adamw(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    return _torchao().AdamW8bit(groups, **options)  # type: ignore[no-any-return]
+    return find_torchao().AdamW8bit(groups, **options)  # type: ignore[no-any-return]
 
 
-def _torchao() -> Any:
+def find_torchao() -> Any:
     try:
         import torchao.optim
     except ImportError:

@@ -28,7 +28,7 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..parallel import Mesh, Ranks, World, code_digest, mesh_of, parallelize
 from ..progress import say, silence
-from . import history
+from . import history, int8
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
 from .ema import WeightAverage
@@ -226,6 +226,8 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         raise ConfigError(
             "train.batch_warmup and data.length_warmup are for shards; batches of your own have their sizes"
         )
+    if config.optim.state == "int8":
+        int8.find_torchao()
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
     origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
