@@ -1,12 +1,12 @@
 """AdamW against Muon on Mamba: both tuned, equal tokens, two seeds, compared by validation loss at the end of decay.
 
-    python benchmarks/muon_study.py SHARDS --out FOLDER [--sizes 10m,40m] [--kinds mamba2,mamba1] [--minutes 60] [--smoke]
+    python benchmarks/muon_study.py SHARDS --out FOLDER [--sizes 10m,40m] [--kinds mamba2,mamba1] [--minutes 60]
 
 For each size, kind and optimizer, the learning rate is tuned with seed 0: three rates a factor of two apart around the
 middle one, and further ones while the best is at an edge. The best rate is then trained with seed 1. Everything else is
 the same for both: model, data and its order, schedule, weight decay, clipping. FOLDER/record.json has every run and the
 table. Started again, it goes on: runs that are finished are not repeated, and one that was stopped is resumed. No run
-begins once those so far have taken `--minutes`.
+begins once those so far have taken `--minutes`. `--smoke` is a size for a CPU, which shows that the study works.
 """
 
 from __future__ import annotations

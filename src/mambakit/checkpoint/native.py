@@ -139,8 +139,8 @@ def verify(folder: Path) -> Iterator[str]:
 
 
 def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
-    """What is wrong with the files. With `model_only`, `train/` is left aside, and a checksum that was right is not
-    computed again."""
+    """What is wrong with the files. With `model_only`, `train/` and `ema/` are left aside, and a checksum that was right
+    is not computed again."""
     try:
         manifest = read_json(folder / MANIFEST, CheckpointError)
     except CheckpointError as error:
@@ -157,7 +157,7 @@ def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
         path, parts = folder / name, Path(name).parts
         if not isinstance(expected, dict) or not parts or Path(name).is_absolute() or ".." in parts:
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
-        elif not model_only or parts[0] != "train":
+        elif not model_only or parts[0] not in ("train", AVERAGED):
             size, sha256 = expected.get("bytes"), str(expected.get("sha256"))
             try:
                 if not path.is_file():
