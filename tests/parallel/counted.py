@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mambakit import MambaLM
+from mambakit.checkpoint.state import Progress
 from mambakit.config import resolve
 from mambakit.device import choose_dtype, choose_recompute
 from mambakit.parallel import Ranks, World, cross_entropy, mesh_of, parallelize
@@ -114,7 +115,7 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
     optimizer = make_optimizer(ranks.parameters, config.optim, device)
     run = types.SimpleNamespace(
         config=config, device=device, ranks=ranks, model=model, world=world, carried=None, check_stop=lambda: None,
-        stopper=types.SimpleNamespace(signal_name=None),
+        stopper=types.SimpleNamespace(signal_name=None), progress=Progress(),
         run_micro_batch=make_pass(ranks, scaler, dtype, shape=(1, 1), compiled=False, graphed=False),
     )  # fmt: skip
     steps, pace = [], Pace(world, device)

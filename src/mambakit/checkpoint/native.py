@@ -139,8 +139,8 @@ def verify(folder: Path) -> Iterator[str]:
 
 
 def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
-    """What is wrong with the files. With `model_only`, `train/` and `ema/` are left aside, and a checksum that was right
-    is not computed again."""
+    """What is wrong with the files. With `model_only`, `train/` and `ema/` are left aside, and a checksum that was
+    right is not computed again."""
     try:
         manifest = read_json(folder / MANIFEST, CheckpointError)
     except CheckpointError as error:

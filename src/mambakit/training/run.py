@@ -310,8 +310,8 @@ def _assemble(
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     own_rows, length = config.batch_rows // ranks.mesh.data_size, config.data.sequence_length // ranks.mesh.cp
     shape = min(config.micro_batch_rows, own_rows), length
-    # FSDP2 takes all passes of a step in one way; its first steps may have fewer rows.
-    is_even = config.growth.first_batch_rows // ranks.mesh.data_size % shape[0] == 0 or not ranks.is_sharded
+    # FSDP2 takes all passes in one way: those of the first steps, which may have fewer or shorter rows, too.
+    is_even = config.growth.first_batch_rows // ranks.mesh.data_size % shape[0] == 0 and not config.data.length_warmup
     display = Display(total_steps, progress.step, config.track.log_every)
     if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
         replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
@@ -324,7 +324,7 @@ def _assemble(
         start, config, device, dtype, model, world, ranks,
         run_micro_batch=make_pass(
             ranks, scaler, dtype, shape=shape, compiled=config.train.compile,
-            graphed=config.train.cuda_graph and is_even,
+            graphed=config.train.cuda_graph and (is_even or not ranks.is_sharded),
         ),
         optimizer=make_optimizer(ranks.parameters, config.optim, device, config.model), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,

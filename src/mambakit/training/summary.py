@@ -27,7 +27,8 @@ def introduce(run: Run) -> None:
         f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
     )
     left = run.total_steps - run.progress.step
-    rate = f"learning rate {config.optim.lr:g}, {config.optim.schedule}"
+    by = "" if config.optim.name == "adamw" else f"{config.optim.name}, "
+    rate = f"{by}learning rate {config.optim.lr:g}, {config.optim.schedule}"
     if run.data.train is None:
         say(f"{left:,} steps on batches of your own; {rate}")
     else:
