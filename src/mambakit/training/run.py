@@ -226,6 +226,8 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         raise ConfigError(
             "train.batch_warmup and data.length_warmup are for shards; batches of your own have their sizes"
         )
+    if start.checkpoint is not None:
+        check_same_optimizer(resolve(*start.settings).optim, config.optim)
     if config.optim.state == "int8":
         int8.find_torchao()
     device = choose_device(config.parallel.device)
@@ -299,8 +301,6 @@ def _assemble(
         _check_space(start.folder, model, config)
     data = open_data(config, shards, batches, progress, ranks.rows_of(config.batch_rows))
     check_same_rows(state, data.loader, start.checkpoint)
-    if state:
-        check_same_optimizer(resolve(state.config).optim, config.optim)
     total_steps = _total_steps(config, data.loader, progress)
     _check_length(config, total_steps, has_evaluations=bool(data.val_ranges))
     if world.is_first:
