@@ -49,7 +49,7 @@ def measure(config: ModelConfig, rows: int, length: int, way: str, steps: int) -
     ranks = ranks_of(config, way, device, dtype)
     ranks.model.backbone.recompute = "light" if on_gpu else "none"
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    run = make_pass(ranks, scaler, dtype, shape=(rows, length), compiled=False, graphed=way != "eager")
+    run = make_pass(ranks, scaler, dtype, shapes=[(rows, length)], compiled=False, graphed=way != "eager")
     optimizer = make_optimizer(ranks.parameters, OPTIM, device)
     random = torch.Generator(device).manual_seed(0)
     seconds, losses = [], []

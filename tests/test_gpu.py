@@ -164,7 +164,7 @@ def test_both_graphs_use_the_same_memory() -> None:
     model = small_model("mamba2", d_model=256, num_layers=8).cuda().train()
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     run_micro_batch = passes.make_pass(
-        Ranks(model), scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True
+        Ranks(model), scaler, torch.bfloat16, shapes=[(16, 512)], compiled=False, graphed=True
     )
     assert isinstance(run_micro_batch, GraphedPass)
     tokens, targets = torch.randint(0, 50, (2, 16, 512), device="cuda")

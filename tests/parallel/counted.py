@@ -115,7 +115,7 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
     run = types.SimpleNamespace(
         config=config, device=device, ranks=ranks, model=model, world=world, carried=None, check_stop=lambda: None,
         stopper=types.SimpleNamespace(signal_name=None),
-        run_micro_batch=make_pass(ranks, scaler, dtype, shape=(1, 1), compiled=False, graphed=False),
+        run_micro_batch=make_pass(ranks, scaler, dtype, shapes=[], compiled=False, graphed=False),
     )  # fmt: skip
     steps, pace = [], Pace(world, device)
     whole = _whole_gradients(model, ranks)

@@ -25,7 +25,7 @@ class Captured(GraphedPass):
         return True
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._plain(*inputs)
+        return self.plain(*inputs)
 
     def release(self) -> None:
         type(self).released += 1

@@ -105,7 +105,7 @@ class Trainer:
             model.backbone.recompute = plan.recompute
             ways: dict[str, Any] = {"compiled": plan.compiled, "graphed": plan.graphed}
             self.ranks, shape = Ranks(model), (plan.rows, plan.length)
-            self.run_micro_batch = make_pass(self.ranks, self.scaler, plan.dtype, shape=shape, **ways)
+            self.run_micro_batch = make_pass(self.ranks, self.scaler, plan.dtype, shapes=[shape], **ways)
         self.optimizer = make_optimizer(self.ranks.parameters, OPTIM, plan.device)
 
     def step(self, batch: RandomBatch) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -89,6 +90,9 @@ class DataConfig(Settings):
     separator: Separator = None
     text_column: TextColumn = None
     sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
+    recompute_every: int = Field(
+        1, ge=1, le=2**16, description="mixer, block: only in every k-th block; the others do as light"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
     workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
     prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")
@@ -166,8 +170,13 @@ class TrainConfig(Settings):
     tokens: int | None = Field(None, ge=1, le=2**60, description="run length in tokens")
     epochs: float | None = Field(None, gt=0, le=1e6, description="run length in passes over the data")
     batch_tokens: int = Field(32768, ge=1, le=2**32, description="tokens of one optimizer step")
+    vram: str = Field(
+        "auto",
+        description="memory of the GPU that the run may use, such as 24gb; micro_batch_rows and recompute are chosen "
+        "for it unless set. auto: what is free when the run begins",
+    )
     micro_batch_rows: int | None = Field(
-        None, ge=1, description="rows computed at once; as many as make 8192 tokens unless set"
+        None, ge=1, description="rows computed at once; by train.vram on a GPU, else as many as make 8192 tokens"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
@@ -181,14 +190,23 @@ class TrainConfig(Settings):
     recompute: Literal["auto", "none", "light", "mixer", "block"] = Field(
         "auto",
         description="what backward computes once more rather than keep. light: norms and dt; mixer: all but the output "
-        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: light on a GPU, "
-        "none on a CPU",
+        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: by train.vram on "
+        "a GPU, none on a CPU",
+    )
+    recompute_every: int = Field(
+        1, ge=1, le=2**16, description="mixer, block: only in every k-th block; the others do as light"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the first weights and dropout")
     eval_every: int = Field(1000, ge=0, description="steps between evaluations on the validation split; 0 for none")
     eval_tokens: int | None = Field(2**20, ge=1, description="tokens of an evaluation; null for the whole split")
     eval_batch_rows: int | None = Field(None, ge=1, description="rows evaluated at once; micro_batch_rows unless set")
     early_stop: int | None = Field(None, ge=1, description="stop after this many evaluations without a better loss")
+
+    @property
+    def vram_gigabytes(self) -> float | None:
+        """None for auto."""
+        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?g(?:i?b)?", self.vram.lower())
+        return float(size[1]) if size else None
 
     @property
     def has_length(self) -> bool:
@@ -198,6 +216,10 @@ class TrainConfig(Settings):
         given = [name for name in self.LENGTHS if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"{' and '.join(given)} both say how long the run is; keep one"
+        if self.vram != "auto" and not (self.vram_gigabytes or 0) >= 1:
+            yield f"vram={self.vram}: need auto, or a size of at least 1gb, such as 24gb"
+        if self.recompute_every > 1 and self.recompute not in ("mixer", "block"):
+            yield f"recompute_every={self.recompute_every} needs recompute mixer or block, not {self.recompute}"
         if self.early_stop is not None and self.eval_every == 0:
             yield "early_stop needs evaluations, but eval_every=0; set it, or remove early_stop"
         if self.compile and self.recompute in ("light", "mixer"):

@@ -102,6 +102,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.recompute: Recompute = "none"
+        self.recompute_every = 1  # in blocks between, `light` takes the place of `mixer` and `block`
         self.embedding = Embedding(config.padded_vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm_f = NormWeight(config.d_model)
@@ -117,7 +118,8 @@ class Backbone(nn.Module):
         states = []
         for i, block in enumerate(self.layers):
             before = state.layers[i] if state else None
-            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, recompute, sums)
+            here = recompute if recompute == "none" or i % self.recompute_every == 0 else "light"
+            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, here, sums)
             states.append(layer_state)
         return self._finish(hidden, residual), State(tuple(states))
 

@@ -34,6 +34,7 @@ from ..parallel import Ranks, World
 from . import history
 from .data import TrainingData
 from .display import Display
+from .fitting import shrink
 from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .pace import Pace, Times
@@ -165,19 +166,23 @@ def step(run: Run) -> None:
     random = random_states(run.device)
     run.ranks.seed(config.train.seed, progress.step)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
-    try:
-        loss, states = _accumulate(run, batch, num_targets)
-    except Exception as error:  # as if the step had not begun
-        run.optimizer.zero_grad(set_to_none=True)
-        if isinstance(error, torch.AcceleratorError):
-            raise  # the device can no longer be read
-        restore_random_states(random, run.device)
-        if is_out_of_memory(error):
-            mend = "lower --train.micro-batch-rows or --data.sequence-length, or take --train.recompute block"
-            raise _too_little_memory(run, f"micro-batches of {config.micro_batch_rows} rows", mend) from error
-        if not isinstance(error, StopRequested):
-            _save_what_is_done(run)
-        raise
+    while True:
+        try:
+            loss, states = _accumulate(run, batch, num_targets)
+            break
+        except Exception as error:  # as if the step had not begun
+            run.optimizer.zero_grad(set_to_none=True)
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the device can no longer be read
+            restore_random_states(random, run.device)
+            if is_out_of_memory(error):
+                if shrink(run):
+                    continue
+                mend = "lower --data.sequence-length, or take --train.recompute block"
+                raise _too_little_memory(run, f"micro-batches of {run.config.micro_batch_rows} rows", mend) from error
+            if not isinstance(error, StopRequested):
+                _save_what_is_done(run)
+            raise
     run.pace.mark()
     try:
         norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip, run.pace.mark)

@@ -32,18 +32,19 @@ from ..progress import say, silence
 from . import history
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
+from .fitting import fitted, limit_memory, pass_of, try_out
 from .history import Origin
 from .loop import Run, loop, restore, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
 from .pace import Pace
-from .passes import make_pass
 from .recorder import Recorder
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
 
+CHOSEN_BY_MEMORY = {"train": {"micro_batch_rows": None, "recompute": "auto"}}
 # Settings of a model that its weights do not depend on.
 FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
 Layers = Sequence[Mapping[str, Any]]  # of settings, of which later ones win
@@ -165,7 +166,12 @@ def _opened(
             start = Start.of(folder, resume, init_from)
             if resume and start.is_new:
                 say(f"there is no run in {folder} yet; a new one begins")
-            config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
+            asks = any((layer.get("train") or {}).get("vram", "auto") != "auto" for layer in layers)
+            chooses = batches is None and (start.is_new or asks)  # a resumed run keeps what was chosen
+            again = [CHOSEN_BY_MEMORY] if chooses and not start.is_new else []
+            config, shards, origin = _resolve_with_data(start, [*again, *layers], has_batches=batches is not None)
+            if chooses:
+                config = fitted(config, world, choose_device(config.parallel.device))
             return {
                 "start": start.to_json(),
                 "config": config.to_json(),
@@ -182,6 +188,7 @@ def _opened(
         start, config = Start.of_json(decided["start"]), resolve(decided["config"])
         shards = Path(decided["shards"]) if decided["shards"] else None
         device = choose_device(config.parallel.device)
+        limit_memory(config, device)
         stack.callback(world.leave)
         world.start(device)
         if shards is not None:
@@ -299,13 +306,9 @@ def _assemble(
         _set_newer_aside(start, state)
         _repair_best(start.folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
+    model.backbone.recompute_every = config.train.recompute_every
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    own_rows, length = config.batch_rows // ranks.mesh.data_size, config.data.sequence_length // ranks.mesh.cp
-    shape = min(config.micro_batch_rows, own_rows), length
-    is_even = own_rows % shape[0] == 0 or not ranks.is_sharded  # FSDP2 takes all passes of a step in one way
     display = Display(total_steps, progress.step, config.track.log_every)
-    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
-        replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
     flops, metrics = matmul_flops(device, dtype), None
     if world.is_first:
         metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
@@ -313,10 +316,7 @@ def _assemble(
     changed = resolve(state.config).differences(config) if state else []
     run = Run(
         start, config, device, dtype, model, world, ranks,
-        run_micro_batch=make_pass(
-            ranks, scaler, dtype, shape=shape, compiled=config.train.compile,
-            graphed=config.train.cuda_graph and is_even,
-        ),
+        run_micro_batch=pass_of(config, ranks, scaler, dtype),
         optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
         pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
@@ -326,6 +326,9 @@ def _assemble(
         proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
         changed=changed, origin=origin,
     )  # fmt: skip
+    try_out(run)
+    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
+        replace_json(start.folder / "config.json", run.config.to_json())  # a start that is interrupted can go on
     if world.is_first:
         introduce(run)
     if state:
