@@ -113,33 +113,30 @@ def _print_cards(found: Cards) -> None:
 
     screen = Console(width=None if sys.stdout.isatty() else 140)
     config, model = found.config, found.config.model
-    print_line(
-        f"{model.kind}, {model.num_parameters():,} parameters, {model.flops_per_token(training=True) / 1e9:,.2f} GFLOP to "
-        f"train on a token; steps of {config.batch_rows:,} rows of {config.data.sequence_length:,} tokens"
-    )
+    flops = f"{model.flops_per_token(training=True) / 1e9:,.2f} GFLOP to train on a token"
+    rows = f"steps of {config.batch_rows:,} rows of {config.data.sequence_length:,} tokens"
+    print_line(f"{model.kind}, {model.num_parameters():,} parameters, {flops}; {rows}")
     length = "" if found.is_length_set else ", 20 for each parameter, since no length is set"
     print_line(f"{found.steps:,} steps, {found.tokens:,} tokens{length}")
-    parts = ("weights", "gradients", "optimizer", "kept", "loss", "workspace", "shared", "total")
-    table = Table(
-        "GB", "rows", "passes", "recompute", *parts, "tokens/s", "time", *["dollars"] * (found.price is not None)
-    )
+    parts = ("weights", "gradients", "optimizer", "kept", "loss", "workspace", "total")
+    table = Table("GB", "rows", "passes", "recompute", *parts, "tokens/s", "time")
+    if found.price is not None:
+        table.add_column("dollars")
     for size, fit in found.fits.items():
         if fit is None:
-            table.add_row(f"{size:g}", "does not fit")
+            table.add_row(f"{size:g}", "–", "–", "does not fit")
             continue
-        memory = fit.memory.to_json()
-        gigabytes = [f"{(-1 if name == 'shared' else 1) * memory[name] / GIB:,.1f}" for name in parts]
-        cost = found.cost(fit)
+        memory, cost = fit.memory.to_json(), found.cost(fit)
         table.add_row(
-            f"{size:g}", f"{fit.rows:,}", f"{fit.passes:,}", fit.recompute, *gigabytes,
+            f"{size:g}", f"{fit.rows:,}", f"{fit.passes:,}", fit.recompute,
+            *(f"{memory[name] / GIB:,.1f}" for name in parts),
             f"{found.tokens_per_second(fit):,.0f}", duration(found.seconds(fit)),
             *([f"{cost:,.0f}"] if cost is not None else []),
         )  # fmt: skip
     screen.print(table)
     print_line(
-        "GiB at the peak of a step. kept: by the blocks for backward. shared: counted in two columns, but not there at the "
-        f"same time. Speeds are estimates for the memory of each card: {found.rate_source}. Other GPUs differ; give yours "
-        "with --tokens-per-second."
+        "GiB at the peak of a step; kept: by the blocks for backward. With one pass a step, gradients take the place "
+        f"of what was kept. Speeds are estimates: {found.rate_source}. For other GPUs give --tokens-per-second."
     )
 
 
