@@ -77,11 +77,11 @@ def test_a_single_row_recomputes_more_and_then_ends(
     with monkeypatch.context() as patch:
         with_room_for(1, "mixer", patch, from_call=20)
         train(values, out=tmp_path / "recomputed")
-    assert "from now on 1 rows at once, recompute mixer" in capfd.readouterr().err
+    assert "from now on 1 row at once, recompute mixer" in capfd.readouterr().err
     assert state_bytes(tmp_path / "recomputed", 12) == state_bytes(tmp_path / "kept", 12)  # on a CPU, the same bits
     with monkeypatch.context() as patch:
         with_room_for(0, "none", patch)
-        with pytest.raises(UserError, match="micro-batches of 1 rows do not fit in the memory of cpu"):
+        with pytest.raises(UserError, match="micro-batches of 1 row do not fit in the memory of cpu"):
             train(values, out=tmp_path / "none", quiet=True)
 
 

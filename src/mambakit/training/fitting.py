@@ -135,9 +135,14 @@ def shrink(run: Run) -> bool:
     run.run_micro_batch = pass_of(run.config, run.ranks, run.scaler, run.dtype)
     if run.has_trained:
         replace_json(run.folder / "config.json", run.config.to_json())
-    now = f"{run.config.micro_batch_rows} rows at once, recompute {run.config.train.recompute}"
-    say(f"{rows} rows at once were too much for the memory of {run.device}; from now on {now}")
+    now = f"{rows_of(run.config)} at once, recompute {run.config.train.recompute}"
+    say(f"{rows_of(config)} at once was too much for the memory of {run.device}; from now on {now}")
     return True
+
+
+def rows_of(config: RunConfig) -> str:
+    """Of a micro-batch, for a message."""
+    return f"{config.micro_batch_rows} row{'s' * (config.micro_batch_rows > 1)}"
 
 
 def _changed(config: RunConfig, rows: int, recompute: Recompute) -> RunConfig:

@@ -34,7 +34,7 @@ from ..parallel import Ranks, World
 from . import history
 from .data import TrainingData
 from .display import Display
-from .fitting import shrink
+from .fitting import rows_of, shrink
 from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .pace import Pace, Times
@@ -179,7 +179,7 @@ def step(run: Run) -> None:
                 if shrink(run):
                     continue
                 mend = "lower --data.sequence-length, or take --train.recompute block"
-                raise _too_little_memory(run, f"micro-batches of {run.config.micro_batch_rows} rows", mend) from error
+                raise _too_little_memory(run, f"micro-batches of {rows_of(run.config)}", mend) from error
             if not isinstance(error, StopRequested):
                 _save_what_is_done(run)
             raise
