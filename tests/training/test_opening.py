@@ -24,6 +24,7 @@ from mambakit.data.prepare import prepare
 from mambakit.data.shards import Index, SplitCounts, read_index
 from mambakit.evaluation import baselines
 from mambakit.files import UserError
+from mambakit.parallel import Mesh
 from mambakit.training import loop
 from mambakit.training.passes import PlainPass
 from mambakit.training.run import train, training_steps
@@ -53,7 +54,7 @@ def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
     flops = {"cpu": 1e11, "cuda": 2e14}[device.type]
     assert config.train.steps is not None
     rows = tokens // config.data.sequence_length
-    expected = cost(config, config.train.steps, rows, device, torch.float32, flops)
+    expected = cost(config, Mesh(), config.train.steps, rows, device, torch.float32, flops)
     assert not expected.warnings(None)
     assert expected.epochs is not None and expected.epochs <= 10.5
     assert expected.seconds < 86400
@@ -466,9 +467,7 @@ def test_memory_that_is_too_small_is_told_wherever_it_ends(
     with monkeypatch.context() as patch:
         patch.setattr(PlainPass, "__call__", lambda *inputs: fails() if next(calls) >= 3 else whole(*inputs))
         patch.setattr(native, "snapshot", fails)
-        with pytest.raises(
-            UserError, match="micro-batches of 1 row do not fit .*too small to save, too: what is kept"
-        ):
+        with pytest.raises(UserError, match="micro-batches of 1 row do not fit .*too small to save, too: what is kept"):
             train(settings(shards), out=tmp_path / "2", quiet=True)
     monkeypatch.setattr(baselines, "score", fails)
     assert main(["evaluate", str(tmp_path / "1"), "--data", str(shards)]) == 1

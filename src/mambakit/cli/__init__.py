@@ -16,11 +16,11 @@ from ..files import RunError, UserError, is_full, is_out_of_memory
 from ..progress import say
 from . import flags
 from .cluster import launch
-from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
+from .commands import bench_ops, bench_train, convert, evaluate, generate, info, prepare, report, train, verify
 from .output import print_line
 from .plan import plan
 
-FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train)
+FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, info, verify, bench_ops, bench_train)
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.

@@ -368,6 +368,41 @@ def report(
     return 0
 
 
+def info(
+    path: Annotated[Positional[tuple[Path, ...]], flag("shard folders, checkpoints, runs and model folders", "PATH")],
+    /,
+    json: Json = False,
+) -> int:
+    """Say what a folder is: its model, its data, how far a run has come. Reads no weights; see verify.
+
+    For example:
+      mambakit info shards
+      mambakit info run run/checkpoints/step_00000100 --json
+    """
+    from ..info import info as look
+
+    if not path:
+        raise ConfigError("there is nothing to look at; name shard folders, checkpoints, runs or model folders")
+    found = {str(folder): look(folder) for folder in map(path_of, path)}
+    if json:
+        print_json(found)
+        return 0
+    for name, facts in found.items():
+        print_line(f"{name}: {facts['kind']}")
+        for fact, value in facts.items():
+            if fact != "kind" and value is not None:
+                print_line(f"  {fact.replace('_', ' '):<18} {_readable(value)}")
+    return 0
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_readable(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
 def verify(
     path: Annotated[Positional[tuple[Path, ...]], flag("shard folders, checkpoints, runs and model folders", "PATH")],
     /,

@@ -17,7 +17,7 @@ from ..config import ConfigError, RunConfig, TrainConfig, resolve
 from ..data.shards import Index
 from ..device import choose_recompute
 from ..parallel import Mesh
-from ..planning import largest
+from ..planning import largest, memory
 from ..presets import RECIPES
 from ..progress import duration
 
@@ -36,7 +36,7 @@ USUAL_MFU = {"cpu": 0.5, "cuda": 0.35}
 # Of a micro-batch, however small: launches, and the host. And before the first step: compiling.
 LEAST_SECONDS = {"cpu": 2e-2, "cuda": 3e-3}
 STARTING_SECONDS = {"cpu": 2.0, "cuda": 15.0}
-# Bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
+# On a CPU: bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
 KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}
 STATE_BYTES = 16  # of a parameter: weight, gradient, AdamW's two averages
 PROCESS_BYTES = 0.65e9  # with torch, and its workspace
@@ -154,19 +154,25 @@ class Cost:
 
 
 def cost(
-    config: RunConfig, steps: int, epoch_rows: int | None, device: torch.device, dtype: torch.dtype, flops: float
-) -> Cost:
+    config: RunConfig, mesh: Mesh, steps: int, epoch_rows: int | None, device: torch.device, dtype: torch.dtype,
+    flops: float,
+) -> Cost:  # fmt: skip
     """The cost of so many steps, on a device that multiplies matrices at this rate."""
     tokens = steps * config.batch_rows * config.data.sequence_length
     passes = steps * -(-config.batch_rows // config.micro_batch_rows)
     computing = tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU.get(device.type, 0.3)
-    kept = KEPT_BYTES[choose_recompute(config.train.recompute, device)] * (2 if dtype == torch.float32 else 1)
-    held_tokens = config.micro_batch_rows * config.data.sequence_length
-    activations = held_tokens * config.model.num_layers * config.model.d_model * kept
+    recompute = choose_recompute(config.train.recompute, device)
+    if device.type == "cuda":
+        taken = memory(config, mesh, config.micro_batch_rows, recompute, dtype.itemsize).total
+    else:
+        kept = KEPT_BYTES[recompute] * (2 if dtype == torch.float32 else 1)
+        held_tokens = config.micro_batch_rows * config.data.sequence_length
+        activations = held_tokens * config.model.num_layers * config.model.d_model * kept
+        taken = PROCESS_BYTES + STATE_BYTES * config.model.num_parameters() + activations
     return Cost(
         steps,
         tokens,
         steps * config.batch_rows / epoch_rows if epoch_rows else None,
         STARTING_SECONDS.get(device.type, 5.0) + max(computing, passes * LEAST_SECONDS.get(device.type, 0.0)),
-        PROCESS_BYTES + STATE_BYTES * config.model.num_parameters() + activations,
+        taken,
     )

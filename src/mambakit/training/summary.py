@@ -36,7 +36,7 @@ def introduce(run: Run) -> None:
         rows = f"{config.batch_rows} rows of {config.data.sequence_length}, {config.micro_batch_rows} at once"
         say(f"steps of {config.train.batch_tokens:,} tokens: {rows}; {rate}")
     if left > 0 and run.data.train and not run.stopped_early:
-        ahead = cost(config, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops)
+        ahead = cost(config, run.ranks.mesh, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
         for warning in ahead.warnings(total_memory(run.device)):
             say(f"note: {warning}")
