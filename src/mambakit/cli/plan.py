@@ -75,7 +75,7 @@ def plan(
     parallel = run.parallel
     is_plain = parallel.shard == "none" and parallel.tp * parallel.cp == 1 and not grow_batch
     if ranks == 1 or (ranks is None and is_plain):
-        each = cards(run, tokens_per_second, dollars_per_hour)
+        each = cards(run, tokens_per_second, dollars_per_hour, _epoch_tokens(run))
         if json:
             print_json(each.to_json())
         else:
@@ -88,6 +88,13 @@ def plan(
     else:
         _print(found)
     return 0
+
+
+def _epoch_tokens(config: RunConfig) -> int | None:
+    from ..data.shards import is_shards, read_index
+
+    folder = Path(config.data.path[0]) if config.data.path else None
+    return read_index(folder).counts["train"].tokens if folder is not None and is_shards(folder) else None
 
 
 def _resolved(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
@@ -116,7 +123,8 @@ def _print_cards(found: Cards) -> None:
     flops = f"{model.flops_per_token(training=True) / 1e9:,.2f} GFLOP to train on a token"
     rows = f"steps of {config.batch_rows:,} rows of {config.data.sequence_length:,} tokens"
     print_line(f"{model.kind}, {model.num_parameters():,} parameters, {flops}; {rows}")
-    length = "" if found.is_length_set else ", 20 for each parameter, since no length is set"
+    why = "no length is set" if config.train.epochs is None else "the length of an epoch is not known without shards"
+    length = "" if found.is_length_set else f", 20 for each parameter: {why}"
     print_line(f"{found.steps:,} steps, {found.tokens:,} tokens{length}")
     parts = ("weights", "gradients", "optimizer", "kept", "loss", "workspace", "total")
     table = Table("GB", "rows", "passes", "recompute", *parts, "tokens/s", "time")
@@ -144,7 +152,7 @@ def _print(found: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..planning import LATENCY, choice
+    from ..planning import CARDS, LATENCY, card_bytes, choice, fastest_fit
 
     screen = Console(width=None if sys.stdout.isatty() else 120)
     model, mesh, held = found.config.model, found.mesh, found.held
@@ -163,7 +171,13 @@ def _print(found: Report) -> None:
     if held.summed_later:
         after = f"{held.gradients / GIB:,.2f}"
         print_line(f"Gradients are whole until the last micro-batch, then {after} GiB; see --parallel.reduce every.")
-    print_line("Activations, and parameters gathered for a pass, come on top: they are not part of this plan.")
+    size = found.config.train.vram_gigabytes or CARDS[-1]
+    fit = fastest_fit(found.config, mesh, card_bytes(size))
+    how = "nothing fits; share out more, or take --parallel.offload true"
+    if fit is not None:
+        how = f"{fit.rows} rows at once, {fit.passes} passes a step, recompute {fit.recompute}: about "
+        how += f"{fit.total / GIB:,.1f} GiB at the peak, with what passes take"
+    print_line(f"On a card of {size:g} GB: {how}.")
     if found.traffic:
         table = Table("given to collectives in a step", "operation", "across", "calls", "MB")
         for each in found.traffic:

@@ -90,9 +90,6 @@ class DataConfig(Settings):
     separator: Separator = None
     text_column: TextColumn = None
     sequence_length: int = Field(1024, ge=1, le=2**26, description="tokens of a row")
-    recompute_every: int = Field(
-        1, ge=1, le=2**16, description="mixer, block: only in every k-th block; the others do as light"
-    )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of rows")
     workers: int = Field(1, ge=0, le=1024, description="threads that read ahead; 0 reads when a batch is asked for")
     prefetch: int = Field(4, ge=1, le=2**16, description="batches read ahead")

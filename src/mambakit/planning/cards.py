@@ -57,11 +57,16 @@ class Cards:
         }  # fmt: skip
 
 
-def cards(config: RunConfig, rate: float | None = None, price: float | None = None) -> Cards:
-    """For every size of card, or for train.vram alone, which is refused where nothing fits."""
+def cards(
+    config: RunConfig, rate: float | None = None, price: float | None = None, epoch_tokens: int | None = None
+) -> Cards:
+    """For every size of card, or for train.vram alone, which is refused where nothing fits. `epoch_tokens`: of the
+    data, where it is known."""
     train, mesh = config.train, Mesh()
     size = FP32 if train.precision == "fp32" else NARROW
     tokens = train.steps * train.batch_tokens if train.steps is not None else train.tokens
+    if train.epochs is not None and epoch_tokens is not None:
+        tokens = round(train.epochs * epoch_tokens)
     if train.vram_gigabytes is not None:
         fits: dict[float, Fit | None] = {
             train.vram_gigabytes: fit(config, mesh, card_bytes(train.vram_gigabytes), size)
