@@ -50,7 +50,10 @@ def test_every_kernel_of_ours_has_a_room() -> None:
         name
         for path in SOURCES.iterdir()
         if path.suffix in (".py", ".cu")
-        for name in re.findall(r"@triton\.jit\S*\s*(?:#.*)?\ndef (\w+_kernel)\(|__global__[^;{(]*(?:\([^)]*\))?\s+(\w+)\(const", path.read_text())
+        for name in re.findall(
+            r"@triton\.jit\S*\s*(?:#.*)?\ndef (\w+_kernel)\(|__global__[^;{(]*(?:\([^)]*\))?\s+(\w+)\(const",
+            path.read_text(),
+        )
     ]
     found = {first or second for first, second in names}
     assert len(found) >= 15

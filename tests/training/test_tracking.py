@@ -104,7 +104,7 @@ def test_a_tracker_gets_every_record_and_the_training_is_the_same(
     assert {record["type"] for record in kept.records} == {"train", "eval", "sample"}
     assert state_bytes(tmp_path / "run", 12) == state_bytes(finished, 12)
     run, note = kept.opened[0]
-    assert (run.name, run.project, run.done, run.step, note) == ("run", "mambakit", 0, 0, {})
+    assert (run.name, run.project, run.done, run.step, note) == ("run", "mambakit", 0, 0, {"bytes": 0})
 
 
 def test_what_a_tracker_has_beyond_the_checkpoint_is_told_again(
@@ -115,7 +115,7 @@ def test_what_a_tracker_has_beyond_the_checkpoint_is_told_again(
     kept.records.clear()
     train({}, out=run, resume=True, quiet=True)
     about, note = kept.opened[-1]
-    assert about.step == 6 and note["name"] == "kept"
+    assert about.step == 6 and note == {"name": "kept", "bytes": about.done}
     assert kept.records == [record for record in file_of(run) if record["step"] >= 6]
 
 
@@ -184,7 +184,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_made(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"track.to names trackio, which is not installed: pip install '.*\[trackio\]'"):
+    with pytest.raises(
+        ConfigError, match=r"track.to names trackio, which is not installed: pip install '.*\[trackio\]'"
+    ):
         train(tracked_settings(shards, "trackio"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -290,7 +292,11 @@ def test_a_wandb_folder_is_complete_after_a_kill_and_a_resume_and_has_one_id(
 
 
 def test_trackio_has_each_step_once_after_a_kill_and_a_resume(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], notes_at_once: None
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    notes_at_once: None,
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")

@@ -142,10 +142,11 @@ def seconds_by_room(events: Any, *, is_gpu: bool) -> Counter[str]:
     """On a CPU, the time of operators in the thread that trains; on a GPU, that of its kernels, and besides them what
     the host waited for data."""
     found: Counter[str] = Counter()
+    trains = {event.thread for event in events if event.name == "mambakit.update"}
     for event in events:
         room = _room_of(event)
         if not is_gpu:
-            if event.thread == 1 and room:
+            if event.thread in trains and room:
                 found[room] += event.self_cpu_time_total / 1e6
         elif event.device_type.name == "CUDA":
             if not event.is_user_annotation:

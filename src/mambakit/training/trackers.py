@@ -24,7 +24,7 @@ from ..config import ConfigError, RunConfig, write_yaml
 from ..files import pip_command
 from .recorder import Record
 
-SECONDS_TO_UPLOAD = 30.0  # that W&B takes at most after the last record
+SECONDS_TO_UPLOAD = 20.0  # that W&B takes at most after the last record
 Note = dict[str, Any]  # what a tracker keeps for the next time: JSON
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = "tracked"
 SECONDS_BETWEEN_NOTES = 10.0
-SECONDS_AT_END = 35.0  # to send what is left
+SECONDS_AT_END = 25.0  # to send what is left
 SECONDS_AT_STOP = 5.0  # after a signal, when a scheduler may kill soon, or an error
 RESTS = 9  # times as long as a record has taken: a tenth of a core at most goes into trackers
 BLOCK = 2**16
@@ -95,6 +95,8 @@ class Follower:
         with contextlib.suppress(UserError):  # none yet, or damaged: the tracker begins anew
             self._note = read_json(self._note_path)
         done = min(int(self._note.get("bytes", 0)), self._length)
+        if self._note.get("bytes", 0) != done:
+            self._keep({"bytes": done})  # other records will be there
         while self._metrics.stat().st_size <= done:  # a run that takes no step changes nothing
             if self._is_ending.is_set():
                 return
@@ -102,7 +104,9 @@ class Follower:
             self._news.clear()
         place = last_step(self._metrics, done)
         about = trackers.Tracked(self._folder, self._config, place.begin, place.step)
+        self._keep({"bytes": place.begin})  # what it has of that step is dropped now
         tracker = trackers.TRACKERS[self._name](about, dict(self._note), self._keep)
+        self._keep({"bytes": tracker.begin})
         self._tell(f"{self._name}: {tracker.where}")
         with self._metrics.open("rb") as file:
             file.seek(tracker.begin)
