@@ -82,7 +82,7 @@ def killed(shards: Path, folder: Path, to: str, at_step: int) -> Path:
         if record["type"] == "train" and record["step"] == at_step:
             break
     size = (folder / "run" / "metrics.jsonl").stat().st_size
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not note.is_file() or json.loads(note.read_text()).get("bytes", 0) < size:
         assert time.monotonic() < until, "the tracker has not come so far"
         time.sleep(0.05)
@@ -94,6 +94,7 @@ def killed(shards: Path, folder: Path, to: str, at_step: int) -> Path:
 @pytest.fixture
 def notes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "SECONDS_BETWEEN_NOTES", 0.0)
+    monkeypatch.setattr(tracking, "RESTS", 0)
 
 
 def test_a_tracker_gets_every_record_and_the_training_is_the_same(
