@@ -51,7 +51,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def put(tracker: Any) -> None:
         module = ModuleType("tensorboard")
-        module.__spec__ = importlib.machinery.ModuleSpec("tensorboard", None)
+        module.__spec__ = importlib.machinery.ModuleSpec("tensorboard", None, origin=__file__)
         monkeypatch.setitem(sys.modules, "tensorboard", module)
         monkeypatch.setitem(trackers.TRACKERS, "tensorboard", tracker)  # type: ignore[arg-type]
 
@@ -190,6 +190,17 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_made(
     ):
         train(tracked_settings(shards, "trackio"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_the_name_of_a_tracker_is_not_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B makes a folder `wandb` where a program runs."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match="not installed"):
+        trackers.check_installed(("wandb",))
 
 
 def test_trackers_are_named_once_and_by_their_names() -> None:

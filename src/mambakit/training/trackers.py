@@ -170,7 +170,8 @@ TRACKERS: Mapping[str, Opener] = {"tensorboard": TensorBoard, "wandb": WeightsAn
 
 def check_installed(names: tuple[str, ...]) -> None:
     """Refuse trackers whose library is missing."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    found = {name: importlib.util.find_spec(name) for name in names}
+    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]  # or a folder of that name
     if missing:
         raise ConfigError(
             f"track.to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
