@@ -24,7 +24,7 @@ from ..config import ConfigError, RunConfig, write_yaml
 from ..files import pip_command
 from .recorder import Record
 
-SECONDS_TO_UPLOAD = 20.0  # that W&B takes at most after the last record
+SECONDS_OF_WANDB = 20.0  # to begin, and to upload what is left: it would also hold up the end of the process
 Note = dict[str, Any]  # what a tracker keeps for the next time: JSON
 
 
@@ -107,7 +107,9 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=run.project, name=run.name, id=number, dir=str(run.folder), mode=mode, resume="allow",
             config=run.config.to_json(), allow_val_change=True,
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=SECONDS_TO_UPLOAD),
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=SECONDS_OF_WANDB, finish_timeout=SECONDS_OF_WANDB
+            ),
         )  # fmt: skip
         _keep_last(before, run.folder / "set-aside" / "wandb")
         self.begin, self._first_step = 0, self._run.starting_step
