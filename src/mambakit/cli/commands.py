@@ -128,6 +128,7 @@ def train(
     init_from: Annotated[Path | None, flag("start with the weights of another model or run", "CHECKPOINT")] = None,
     write_config: Annotated[Path | None, flag("write the resolved config, and stop", "FILE")] = None,
     gpus: Annotated[int | None, flag("start so many ranks, one for each GPU; without GPUs, on the CPU", "N")] = None,
+    profile: Annotated[bool, flag("write a trace of three steps, and say where their time went")] = False,
     json: Json = False,
     settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
 ) -> int:
@@ -176,7 +177,8 @@ def train(
     from ..training.run import train_layers
     from ..training.stopping import STOPPED_AFTER_SAVING
 
-    result = train_layers(layers, out=out, resume=resume is not None and (resume or (True,))[0], init_from=init_from)
+    go_on = resume is not None and (resume or (True,))[0]
+    result = train_layers(layers, out=out, resume=go_on, init_from=init_from, profile=profile)
     if json and result.is_first:
         reached = {name: getattr(result, name) for name in ("step", "total_steps", "best_loss", "stopped_by")}
         print_json({"run": str(result.folder), **reached, "checkpoint": str(result.checkpoint)})

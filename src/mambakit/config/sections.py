@@ -244,10 +244,19 @@ class TrackConfig(Settings):
         (), description="beginnings the samples go on from; those of two validation documents unless set"
     )
     sample_tokens: int = Field(100, ge=1, le=2**20, description="length of a sample")
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = Field(
+        (), description="trackers that get all records, the samples and the config; extras of these names install them"
+    )
+    project: str = Field("mambakit", min_length=1, max_length=128, description="(wandb, trackio) project of the run")
+    name: str | None = Field(None, min_length=1, max_length=128, description="(wandb, trackio) the folder's unless set")
 
-    @field_validator("sample_prompts", mode="before")
+    def problems(self) -> Iterator[str]:
+        if len(set(self.to)) < len(self.to):
+            yield f"to={' '.join(self.to)} names a tracker twice; name each once"
+
+    @field_validator("sample_prompts", "to", mode="before")
     @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
+    def _one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
 

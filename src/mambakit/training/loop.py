@@ -39,6 +39,7 @@ from .metrics import MetricsFile, bits_per_byte
 from .optim import load_optimizer_tensors, optimizer_tensors, update
 from .pace import Pace, Times
 from .passes import GraphedPass, Pass
+from .profiling import region
 from .recorder import Record, Recorder
 from .schedule import learning_rate
 from .start import Start, resume_command
@@ -56,6 +57,7 @@ class Step:
     rate: float
     num_tokens: int
     progress: Progress  # after the step
+    waited: float  # seconds, for its rows
     times: Times | None = None  # among ranks
 
 
@@ -197,7 +199,7 @@ def step(run: Run) -> None:
     progress.next_row += batch.num_rows * mesh.data_size
     numbers = Numbers(loss, norm)
     record_last_step(run)
-    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress), run.pace.times())
+    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress), run.pace.waited, run.pace.times())
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
 
@@ -279,6 +281,7 @@ def record_last_step(run: Run) -> None:
         "tokens_per_second": step.num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
+        "data_wait_seconds": step.waited,
         **run.pace.record(step.times, seconds),
     }
     if not run.has_trained:  # until now the config on disk was that of the step before
@@ -332,6 +335,7 @@ def bits_per_byte_of(data: TokenStream | None, loss: float) -> float | None:
     return bits_per_byte(loss, data.counts, data.index.vocab_size) if data else None
 
 
+@region("evaluate")
 def evaluate_and_sample(run: Run) -> None:
     """Evaluate and sample, if this step is one for it. Nothing is recorded before both are done."""
     progress, config = run.progress, run.config
@@ -445,6 +449,7 @@ def is_save_due(run: Run) -> bool:
     return step not in (0, run.saved_step) and (run.is_done or step % config.every == 0 or is_best)
 
 
+@region("save")
 def save(run: Run) -> None:
     """Write a checkpoint of the last finished step, unless there is one."""
     record_last_step(run)

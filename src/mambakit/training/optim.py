@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..config import OptimConfig
 from ..parallel import Ranks, Sliced
+from .profiling import region
 
 # A parameter whose name ends so is never decayed: the state's decay rates and skip, dt's bias, norms, other biases.
 WITHOUT_DECAY = ("A_log", "D", "dt_bias", "norm.weight", "norm_f.weight", "bias")
@@ -34,6 +35,7 @@ def make_optimizer(
     )
 
 
+@region("update")
 def update(
     ranks: Ranks,
     optimizer: torch.optim.Optimizer,

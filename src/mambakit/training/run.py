@@ -38,11 +38,14 @@ from .loop import Run, loop, restore, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
 from .pace import Pace
+from .profiling import profiled
 from .recorder import Recorder
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
+from .trackers import check_installed
+from .tracking import tracked
 
 CHOSEN_BY_MEMORY = {"train": {"micro_batch_rows": None, "recompute": "auto"}}
 # Settings of a model that its weights do not depend on.
@@ -74,6 +77,7 @@ def train(
     out: str | Path | None = None,
     resume: Resume = False,
     init_from: str | Path | None = None,
+    profile: bool = False,
     quiet: bool = False,
 ) -> Result:
     """Train a model as `config` says, in the run folder `out`.
@@ -82,10 +86,11 @@ def train(
     is a `Batch`, a mapping with `tokens`, `targets` and optionally `doc_ids` and `loss_mask`, or L+1 tokens a row, as a
     tensor, an array or lists. `resume` goes on from the newest good checkpoint of `out`, or from the one named; where
     there is none yet, the run starts. Give `batches` from their beginning: those that the run has seen are skipped.
-    `init_from` starts with the weights of another model. `quiet` shows nothing.
+    `init_from` starts with the weights of another model. `profile` writes a trace of three steps, and says where their
+    time went. `quiet` shows nothing.
     """
     with silence() if quiet else contextlib.nullcontext():
-        return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from)
+        return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from, profile=profile)
 
 
 def training_steps(
@@ -125,10 +130,11 @@ def train_layers(
     out: str | Path | None = None,
     resume: Resume = False,
     init_from: str | Path | None = None,
+    profile: bool = False,
 ) -> Result:
     """`train`, with the config as layers of the settings that were given. A resumed run keeps all others."""
     with _opened(layers, batches, out, resume, init_from) as run:
-        for _ in _train(run):
+        for _ in profiled(run, _train(run)) if profile else _train(run):
             pass
     progress, best_loss = run.progress, run.progress.best_loss
     return Result(run.folder, progress.step, run.total_steps, best_loss, run.stopped_by, run.world.is_first)
@@ -204,6 +210,7 @@ def _opened(
             save(run)  # before config.json, which makes it a run: no seed can draw these weights again
         if world.is_first and not (start.folder / "config.json").exists():
             replace_json(start.folder / "config.json", run.config.to_json())
+        stack.enter_context(tracked(run))
         yield run
 
 
@@ -220,6 +227,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     shards, and a new run the settings that nobody has given. Mistakes are told before text is prepared."""
     layers = [*start.settings, *given]
     config = resolve(*layers)
+    check_installed(config.track.to)
     if not config.data.path and not has_batches:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
