@@ -39,6 +39,7 @@ from .optim import make_optimizer
 from .pace import Pace
 from .passes import make_pass
 from .recorder import Recorder
+from .saver import Saver, check_background
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
@@ -187,6 +188,7 @@ def _opened(
         if shards is not None:
             world.same("their data", read_index(shards).fingerprint)
         mesh = mesh_of(config, world, device)
+        check_background(config.checkpoint.background, world)
         ranks = build(start, config, device, mesh)
         run = _assemble(start, config, world, ranks, shards, batches, decided["origin"])
         if run.metrics is not None:
@@ -304,6 +306,7 @@ def _assemble(
     shape = min(config.micro_batch_rows, own_rows), length
     is_even = own_rows % shape[0] == 0 or not ranks.is_sharded  # FSDP2 takes all passes of a step in one way
     display = Display(total_steps, progress.step, config.track.log_every)
+    saver = Saver(config.checkpoint.background, device, world, display.say)
     if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
         replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
     flops, metrics = matmul_flops(device, dtype), None
@@ -319,8 +322,8 @@ def _assemble(
         ),
         optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
-        pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
-        saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
+        pace=Pace(world, device), saver=saver, recorder=Recorder(*sinks), stopper=Stopper(display.stopping),
+        progress=progress, saved=dataclasses.replace(progress) if start.is_own else Progress(step=-1),
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
         # not finite may be due to these.
         proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
@@ -368,6 +371,7 @@ def _is_tokenizer_of(folder: Path, spec: str) -> bool:
 def _train(run: Run) -> Iterator[dict[str, Any]]:
     if run.is_done and run.saved_step == run.progress.step:
         tidy(run)
+        run.saver.close()
         ended, more = f"the run is complete: {run.progress.step:,} steps", "--train.steps"
         if run.stopped_early:
             patience = run.config.train.early_stop
