@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 
 from . import signals
@@ -17,13 +18,19 @@ def main() -> int:
 
             from .cli import main as run
 
-            return run()
+            status = run()
     except signals.Stopped as signal:
         sys.stderr.write(f"mambakit: stopped by {signal}, before there was anything to save\n")
-        return signals.STOPPED_AFTER_SAVING
+        status = signals.STOPPED_AFTER_SAVING
     except KeyboardInterrupt:
         sys.stderr.write("mambakit: interrupted\n")
-        return 130
+        status = 130
+    if signals.first() is not None:  # Python would take seconds to unload all that was loaded
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -44,17 +44,18 @@ def handled() -> list[signal.Signals]:
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
     """Inside, a signal raises `Stopped` in the main thread. Where that does not end the process, because one call into
-    a library takes long, another thread does."""
+    a library takes long, another thread does. The process is to end after it."""
     global _is_command
     with watched(_end_if_in_charge):
-        before = {number: signal.signal(number, _raise) for number in handled()}
+        numbers = handled()
+        for number in numbers:
+            signal.signal(number, _raise)
         _is_command = True
         try:
             yield
         finally:
-            _is_command = False
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in numbers:  # the command is over, and its exit status stands
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -124,7 +124,7 @@ class Run:
         return self.world.is_one and is_known and not self.has_trained and self.unrecorded is None
 
     def check_stop(self) -> None:
-        """Between batches. Several ranks stop together, between two steps."""
+        """Between batches. Several ranks stop together (`_agree_to_stop`), not between the batches of a step."""
         if self.world.is_one:
             self.stopper.check()
 
@@ -173,10 +173,16 @@ def _finishing(run: Run) -> Iterator[None]:
 
 
 def _agree_to_stop(run: Run) -> None:
-    """A signal on any rank stops all of them."""
+    """A signal on any rank stops all of them, where all of them ask this."""
     if not run.world.is_one and any(run.world.sums(float(run.stopper.signal_name is not None))):
         run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
         raise StopRequested
+
+
+def _stop_if_asked(run: Run) -> None:
+    """Between batches of an evaluation, and between samples."""
+    run.check_stop()
+    _agree_to_stop(run)
 
 
 def step(run: Run) -> None:
@@ -412,7 +418,7 @@ def _evaluate(run: Run) -> Record:
     batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
     padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
     own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
-    result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
+    result = score(run.model, own, dtype=run.dtype, before_batch=functools.partial(_stop_if_asked, run))
     if not run.world.is_one:
         loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
         result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
@@ -449,7 +455,7 @@ def _sample(run: Run) -> Iterator[Record]:
         # FSDP2 has blocks in the run's dtype, and autocast brings what they are given into it
         with run.ranks.generating(), autocast(run.device, run.dtype if run.ranks.is_sharded else torch.float32):
             for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
-                run.check_stop()
+                _stop_if_asked(run)
                 text = generate_text(
                     model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options
                 )
