@@ -4,9 +4,9 @@ for them, and without any.
     python benchmarks/saving.py [--models mamba-1.4b,mamba2-1.3b] [--steps 60] [--every 20] [--folder DIR] [--out FILE]
     python benchmarks/saving.py --smoke     a small model, on any machine
 
-Real runs on random tokens, 131,072 a step, of which one checkpoint is kept. Steps are counted between two records of the
-run, after the first checkpoint, for which memory is pinned. Ways alternate, since a machine may be slow for a while. The
-rate of the disk alone is measured beside them: a file as large as a checkpoint, written and synced.
+Real runs on random tokens, 131,072 a step, of which one checkpoint is kept. Steps are timed between two records of the
+run, after the first checkpoint, for which memory is pinned. Ways alternate, since a machine may be slow for a while.
+The rate of the disk alone is measured beside them: a file as large as a checkpoint, written and synced.
 """
 
 from __future__ import annotations
@@ -124,10 +124,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
             rate = disk_rate(folder, measured["checkpoint_bytes"])
             found.setdefault(way, []).append({**measured, "disk_bytes_per_second": rate})
-            print(
-                f"{name:12} {way:10} {measured['seconds']:8.2f} s for {options.steps} steps, disk {rate / 1e9:.2f} GB/s",
-                flush=True,
-            )
+            taken = f"{measured['seconds']:8.2f} s for {options.steps} steps"
+            print(f"{name:12} {way:10} {taken}, disk {rate / 1e9:.2f} GB/s", flush=True)
         seconds = {way: min(one["seconds"] for one in several) for way, several in found.items()}
         size = found["none"][0]["checkpoint_bytes"]
         over = {way: taken / seconds["none"] - 1 for way, taken in seconds.items() if way != "none"}

@@ -193,8 +193,8 @@ def test_what_goes_wrong_with_a_checkpoint_ends_the_run_at_the_next_border(
             raise error
 
     slow_disk(before)
+    config = settings(shards, train={"eval_every": 100}, checkpoint={"every": 3, "keep_last": 1})
     with pytest.raises(type(error), match=str(error.args[-1])):
-        config = settings(shards, train={"eval_every": 100}, checkpoint={"every": 3, "keep_last": 1})
         train(config, out=tmp_path / "run")
     assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [3]
     assert len(metrics(tmp_path / "run")) < STEPS

@@ -69,12 +69,13 @@ def test_a_command_inside_one_long_call_ends_in_time(place: str, number: int, tm
         said = ""
         while "stuck" not in said:
             said += process.stderr.readline() or pytest.fail(said)
+        time.sleep(0.5)  # until it is inside the call
         begin = time.monotonic()
         process.send_signal(number)
         said += process.communicate(timeout=60)[1]
         assert (process.returncode, "Traceback" in said) == (75, False), said
         assert time.monotonic() - begin < 30
-        assert f"stopped by {signal.Signals(number).name}; the same command goes on" in said
+        assert f"mambakit: stopped by {signal.Signals(number).name}; the same command" in said
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAMBAKIT_CACHE", str(tmp_path / "cache"))
         assert train(config, out=tmp_path / "run", resume=True).step == 2
