@@ -51,6 +51,7 @@ class Saver:
 
     def __init__(self, background: Background, device: torch.device, world: World, say: Callable[[str], None]) -> None:
         self._is_on = background is not False and world.size == 1
+        self._device = device
         self._snapshot = Snapshot(device)
         self._say = say
         self._has_said = False
@@ -104,6 +105,8 @@ class Saver:
 
     def delete(self, folders: Sequence[Path]) -> None:
         """Delete folders, while training goes on. The next checkpoint waits for it, since it needs the space."""
+        if not folders:
+            return
         self._finish_deleting()
 
         def work() -> None:
@@ -112,7 +115,7 @@ class Saver:
 
         if not self._is_on:
             work()
-        elif folders:
+        else:
             self._deleting = threading.Thread(target=work, name="deleting", daemon=True)
             self._deleting.start()
 
@@ -137,6 +140,7 @@ class Saver:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) and "out of memory" not in str(error):
                     raise
+                self._snapshot = Snapshot(self._device)  # which frees the buffers that are there
         if not self._has_said:
             self._has_said = True
             there = "how much memory is free is not known" if free is None else f"{free / 1e9:.2f} GB are free"
