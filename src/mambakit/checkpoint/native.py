@@ -203,14 +203,14 @@ def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
     return place
 
 
-def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | None) -> None:
-    """Delete checkpoints that no rule keeps. Renamed first, so that a kill half-way leaves no half checkpoint."""
+def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | None) -> list[Path]:
+    """Rename checkpoints that no rule keeps, and give them to be deleted: a kill half-way leaves no half checkpoint."""
+    doomed = []
     for folder in checkpoints(run)[keep_last:]:
         step = step_of(folder)
         if step != best_step and not (keep_every and step % keep_every == 0):
-            doomed = folder.with_name(f".{folder.name}.deleted")
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            doomed.append(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+    return doomed
 
 
 def remove_abandoned(run: Path) -> None:

@@ -14,6 +14,7 @@ import tyro
 from .. import __version__
 from ..files import RunError, UserError, is_full, is_out_of_memory
 from ..progress import say
+from ..signals import STOPPED_AFTER_SAVING, Stopped
 from . import flags
 from .cluster import launch
 from .commands import bench_ops, bench_train, convert, evaluate, generate, info, prepare, report, train, verify
@@ -62,13 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         say(f"mambakit: there is too little memory ({why}); take smaller batches or a smaller model")
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         kept = {
             "prepare": "; what is done is kept, and the same command goes on from there",
             "train": "; the same command with --resume goes on",
         }.get(arguments[0], "")
-        say(f"mambakit: interrupted{kept}")
-        return 130
+        is_asked = isinstance(error, Stopped)
+        say(f"mambakit: {f'stopped by {error}' if is_asked else 'interrupted'}{kept}")
+        return STOPPED_AFTER_SAVING if is_asked else 130
     except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         say(f"mambakit: {error.filename}: {error.strerror}")
         return 2

@@ -174,8 +174,8 @@ def train(
         if resume is not None:
             raise ConfigError("--write-config writes the config of a new run; leave out --resume")
         return _write_config(write_config, layers, init_from, out)
+    from ..signals import STOPPED_AFTER_SAVING
     from ..training.run import train_layers
-    from ..training.stopping import STOPPED_AFTER_SAVING
 
     go_on = resume is not None and (resume or (True,))[0]
     result = train_layers(layers, out=out, resume=go_on, init_from=init_from, profile=profile)

@@ -233,6 +233,11 @@ class CheckpointConfig(Settings):
     keep_last: int = Field(2, ge=1, description="the newest ones kept")
     keep_every: int | None = Field(None, ge=1, description="also keep those whose step is a multiple of this")
     keep_best: bool = Field(True, description="also save and keep the one with the lowest validation loss")
+    background: bool | Literal["auto"] = Field(
+        "auto",
+        description="write checkpoints while training goes on, from a copy in the CPU's memory; auto: in one process, "
+        "where that memory is large enough; several ranks wait for each checkpoint",
+    )
 
 
 class TrackConfig(Settings):

@@ -7,7 +7,9 @@ same bits as one that was not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,7 @@ from .pace import Pace, Times
 from .passes import GraphedPass, Pass
 from .profiling import region
 from .recorder import Record, Recorder
+from .saver import Saver
 from .schedule import learning_rate
 from .start import Start, resume_command
 from .stopping import Stopper, StopRequested
@@ -81,14 +84,15 @@ class Run:
     metrics: MetricsFile | None  # of the first rank
     display: Display
     pace: Pace
+    saver: Saver
     recorder: Recorder
     stopper: Stopper
     progress: Progress
     carried: State | None = None  # (rows of a batch) with data.carry_state
     unrecorded: Step | None = None  # the last step, on a GPU: recorded when the next one has begun
     clock: Moment | None = None  # when the last recorded step ended, or when the first one after a break began
-    saved_step: int = -1  # of the newest checkpoint; -1 where there is none
-    saved_looked_at: int = -1  # of its progress: a stop may have come before the evaluation of its step
+    # Of the newest checkpoint on disk; step -1 where there is none.
+    saved: Progress = dataclasses.field(default_factory=lambda: Progress(step=-1))
     proven_step: int = -1  # the last step whose weights have given a finite loss
     has_trained: bool = False  # whether a step was taken since the run was opened
     changed: Sequence[str] = ()  # settings, since the checkpoint
@@ -97,6 +101,10 @@ class Run:
     @property
     def folder(self) -> Path:
         return self.start.folder
+
+    @property
+    def saved_step(self) -> int:
+        return self.saved.step
 
     @property
     def stopped_early(self) -> bool:
@@ -113,8 +121,13 @@ class Run:
         """The signal that ended the run before its end."""
         return None if self.is_done else self.stopper.signal_name
 
+    def has_nothing_to_save(self) -> bool:
+        """Whether this process has taken no step, so that a checkpoint, or the seed, has all that there is."""
+        is_known = self.progress.step in (0, self.saved_step)
+        return self.world.is_one and is_known and not self.has_trained and self.unrecorded is None
+
     def check_stop(self) -> None:
-        """Between batches. Several ranks stop together, between two steps."""
+        """Between batches. Several ranks stop together (`_agree_to_stop`), not between the batches of a step."""
         if self.world.is_one:
             self.stopper.check()
 
@@ -122,15 +135,18 @@ class Run:
 def loop(run: Run) -> Iterator[Record]:
     """Train to the end, or until told to stop; either way the last finished step is saved. Gives each record of
     metrics.jsonl when it is written. A caller that leaves the iteration stops the run."""
-    with run.stopper.listening(), run.display.shown():
+    with run.stopper.listening(run.has_nothing_to_save), run.display.shown(), _finishing(run):
         try:
             while True:
                 _agree_to_stop(run)
+                if run.saver.is_ready:
+                    finish_save(run)
                 evaluate_and_sample(run)
                 if is_save_due(run):
-                    save(run)
+                    save(run, in_background=not run.is_done)
                 if run.is_done:
                     record_last_step(run)
+                    finish_save(run)
                     tidy(run)
                 yield from run.recorder.take()
                 if run.is_done:
@@ -141,11 +157,35 @@ def loop(run: Run) -> Iterator[Record]:
             raise
 
 
+@contextlib.contextmanager
+def _finishing(run: Run) -> Iterator[None]:
+    """Whatever ends the loop, the checkpoint that is being written is finished; but not if Ctrl-C came again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        try:
+            finish_save(run)
+        except Exception as error:  # the first one is raised
+            run.display.say(f"a checkpoint could not be written: {error}")
+        run.saver.close()
+        raise
+    finish_save(run)
+    run.saver.close()
+
+
 def _agree_to_stop(run: Run) -> None:
-    """A signal on any rank stops all of them."""
+    """A signal on any rank stops all of them, where all of them ask this."""
     if not run.world.is_one and any(run.world.sums(float(run.stopper.signal_name is not None))):
         run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
         raise StopRequested
+
+
+def _stop_if_asked(run: Run) -> None:
+    """Between batches of an evaluation, and between samples."""
+    run.check_stop()
+    _agree_to_stop(run)
 
 
 def step(run: Run) -> None:
@@ -186,6 +226,7 @@ def step(run: Run) -> None:
                 _save_what_is_done(run)
             raise
     run.pace.mark()
+    run.saver.before_update()
     try:
         norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip, run.pace.mark)
     except Exception as error:
@@ -302,6 +343,7 @@ def record_last_step(run: Run) -> None:
 
 
 def _diverged(run: Run, step: int, what: str) -> RunError:
+    finish_save(run)
     lower = min(run.config.optim.lr / 3, 1e-3)
     again = f"Nothing was saved since step {run.saved_step:,}; go on from there"
     if run.saved_step < 0:
@@ -315,6 +357,7 @@ def _diverged(run: Run, step: int, what: str) -> RunError:
 
 def _set_unproven_aside(run: Run) -> None:
     """Set a checkpoint aside whose weights give no finite loss: no run can go on from it."""
+    finish_save(run)
     if run.proven_step < run.saved_step:
         folder = native.folder_of(run.folder, run.saved_step)
         if not run.world.is_first:
@@ -322,7 +365,7 @@ def _set_unproven_aside(run: Run) -> None:
         place = native.set_aside(run.folder, [folder] if folder.is_dir() else [])
         run.display.say(f"{folder.name} gives no finite loss; set aside in {place}")
         saved = native.checkpoints(run.folder)
-        run.saved_step = native.step_of(saved[0]) if saved else -1
+        run.saved = Progress(step=native.step_of(saved[0]) if saved else -1)
 
 
 def _check_weights(run: Run) -> None:
@@ -384,7 +427,7 @@ def _evaluate(run: Run) -> Record:
     batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
     padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
     own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
-    result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
+    result = score(run.model, own, dtype=run.dtype, before_batch=functools.partial(_stop_if_asked, run))
     if not run.world.is_one:
         loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
         result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
@@ -421,11 +464,14 @@ def _sample(run: Run) -> Iterator[Record]:
         # FSDP2 has blocks in the run's dtype, and autocast brings what they are given into it
         with run.ranks.generating(), autocast(run.device, run.dtype if run.ranks.is_sharded else torch.float32):
             for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
-                run.check_stop()
+                _stop_if_asked(run)
                 text = generate_text(
                     model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options
                 )
-                whole = "".join(piece for _, piece in text)
+                whole = ""
+                for _, piece in text:
+                    run.check_stop()
+                    whole += piece
                 yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
     finally:
         model.train()
@@ -443,43 +489,72 @@ def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
 
 def is_save_due(run: Run) -> bool:
     step, config = run.progress.step, run.config.checkpoint
+    newest = run.saver.progress or run.saved
     is_best = config.keep_best and run.progress.best_step == step
-    if step == run.saved_step and run.progress.looked_at != run.saved_looked_at:
+    if step == newest.step and run.progress.looked_at != newest.looked_at:
         return True  # it was saved before it was evaluated
-    return step not in (0, run.saved_step) and (run.is_done or step % config.every == 0 or is_best)
+    return step not in (0, newest.step) and (run.is_done or step % config.every == 0 or is_best)
 
 
 @region("save")
-def save(run: Run) -> None:
-    """Write a checkpoint of the last finished step, unless there is one."""
+def save(run: Run, *, in_background: bool = False) -> None:
+    """Write a checkpoint of the last finished step, unless there is one. It is on disk when this returns, or, in the
+    background, after `finish_save`."""
+    finish_save(run)
     record_last_step(run)
-    progress = run.progress
-    if (progress.step, progress.looked_at) != (run.saved_step, run.saved_looked_at):
+    progress = dataclasses.replace(run.progress)
+    if (progress.step, progress.looked_at) != (run.saved.step, run.saved.looked_at):
         run.display.doing("saving")
-        if run.metrics is not None and not run.metrics.is_in_place():
-            raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
+        _check_in_place(run)
         _check_weights(run)
         weights = {name: run.ranks.sliced(name, parameter) for name, parameter in run.ranks.parameters.items()}
         state = training_state(run)
         files = native.snapshot(run.config.model, weights, run.data.tokenizer, run.data.end_tokens, state)
-        folder = native.write(run.folder, progress.step, files, run.world)
-        run.saved_step, run.saved_looked_at = progress.step, progress.looked_at
-        run.display.say(f"step {progress.step:,}: saved in {folder}")
+        write = functools.partial(native.write, run.folder, progress.step)
+        if not in_background or not run.saver.begin(progress, files, functools.partial(write, world=World())):
+            _note_saved(run, progress, write(files, world=run.world))
         run.display.doing("training")
     tidy(run)
 
 
+def finish_save(run: Run) -> None:
+    """Wait for the checkpoint that is being written, if there is one: before the next, and before a run ends or goes
+    back. What went wrong with it is raised here."""
+    if run.saver.progress is None:
+        return
+    run.display.doing("saving")
+    try:
+        progress, folder = run.saver.finish()
+    except (OSError, UserError):
+        _check_in_place(run)
+        raise
+    _note_saved(run, progress, folder)
+    run.display.doing("training")
+    tidy(run)
+
+
+def _note_saved(run: Run, progress: Progress, folder: Path) -> None:
+    """A checkpoint is on disk: it is the newest."""
+    run.saved = progress
+    run.display.say(f"step {progress.step:,}: saved in {folder}")
+
+
+def _check_in_place(run: Run) -> None:
+    if run.metrics is not None and not run.metrics.is_in_place():
+        raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
+
+
 def tidy(run: Run) -> None:
-    """Note which checkpoint is the best, and delete those that are no longer kept. One more is kept until the weights
-    of the newest have given a finite loss."""
-    progress, config = run.progress, run.config.checkpoint
+    """Note which checkpoint is the best, and delete those that are no longer kept, as it was when the newest was saved:
+    a better one may not be on disk yet. One more is kept until the weights of the newest have given a finite loss."""
+    saved, config = run.saved, run.config.checkpoint
     if not run.world.is_first:
         return
-    unproven = int(run.proven_step < run.saved_step and not run.is_done)
-    best = progress.best_step if config.keep_best else None
+    unproven = int(run.proven_step < saved.step and not run.is_done)
+    best = saved.best_step if config.keep_best else None
     if best is not None and native.folder_of(run.folder, best).is_dir():
-        replace_json(run.folder / "best.json", {"step": best, "loss": progress.best_loss})
-    native.retain(run.folder, config.keep_last + unproven, config.keep_every, best)
+        replace_json(run.folder / "best.json", {"step": best, "loss": saved.best_loss})
+    run.saver.delete(native.retain(run.folder, config.keep_last + unproven, config.keep_every, best))
 
 
 def training_state(run: Run) -> TrainingState:

@@ -40,6 +40,7 @@ from .optim import make_optimizer
 from .pace import Pace
 from .profiling import profiled
 from .recorder import Recorder
+from .saver import Saver, check_background
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
@@ -200,6 +201,7 @@ def _opened(
         if shards is not None:
             world.same("their data", read_index(shards).fingerprint)
         mesh = mesh_of(config, world, device)
+        check_background(config.checkpoint.background, world)
         ranks = build(start, config, device, mesh)
         run = _assemble(start, config, world, ranks, shards, batches, decided["origin"])
         if run.metrics is not None:
@@ -317,6 +319,7 @@ def _assemble(
     model.backbone.recompute_every = config.train.recompute_every
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     display = Display(total_steps, progress.step, config.track.log_every)
+    saver = Saver(config.checkpoint.background, device, world, display.say)
     flops, metrics = matmul_flops(device, dtype), None
     if world.is_first:
         metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
@@ -327,8 +330,8 @@ def _assemble(
         run_micro_batch=pass_of(config, ranks, scaler, dtype),
         optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
-        pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
-        saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
+        pace=Pace(world, device), saver=saver, recorder=Recorder(*sinks), stopper=Stopper(display.stopping),
+        progress=progress, saved=dataclasses.replace(progress) if start.is_own else Progress(step=-1),
         # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
         # not finite may be due to these.
         proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
@@ -379,6 +382,7 @@ def _is_tokenizer_of(folder: Path, spec: str) -> bool:
 def _train(run: Run) -> Iterator[dict[str, Any]]:
     if run.is_done and run.saved_step == run.progress.step:
         tidy(run)
+        run.saver.close()
         ended, more = f"the run is complete: {run.progress.step:,} steps", "--train.steps"
         if run.stopped_early:
             patience = run.config.train.early_stop
