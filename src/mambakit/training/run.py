@@ -29,7 +29,7 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..parallel import Mesh, Ranks, World, code_digest, mesh_of, parallelize
 from ..progress import say, silence
-from . import history
+from . import history, lora
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
 from .history import Origin
@@ -216,6 +216,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     if not config.data.path and not has_batches:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
+    lora.check(config, start)
     if not start.is_new and config.data.path and not os.path.lexists(config.data.path[0]) and not has_batches:
         named = history.origin_of(start.folder, "data")
         raise UserError(
@@ -241,10 +242,14 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
 def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> Ranks:
     """The model on its device, with its first weights: drawn from the seed, or read."""
     check_memory(config, mesh, device)
+    weights = _first_weights(start, config)
     with torch.device("meta"):
         model = MambaLM(config.model)
+    if config.lora.is_on:
+        lora.add_adapters(model, config.lora)
+        weights = lora.first_weights(model, weights, start.checkpoint, config.train.seed)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
-    ranks.load(_first_weights(start, config), device)
+    ranks.load(weights, device)
     model.train()
     return ranks
 

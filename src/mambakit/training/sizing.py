@@ -39,6 +39,7 @@ STARTING_SECONDS = {"cpu": 2.0, "cuda": 15.0}
 # Bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
 KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}
 STATE_BYTES = 16  # of a parameter: weight, gradient, AdamW's two averages
+FROZEN_BYTES = 4  # of a parameter under adapters, which are few: the weight alone
 PROCESS_BYTES = 0.65e9  # with torch, and its workspace
 
 LONG_SECONDS = 86400.0
@@ -88,7 +89,7 @@ def _tokens(config: RunConfig, train_tokens: int, device: torch.device) -> int:
     return min(
         TOKENS_PER_PARAMETER * config.model.num_parameters(),
         MOST_EPOCHS * train_tokens,
-        int(flops / config.model.flops_per_token(training=True)),
+        int(flops / config.training_flops()),
     )
 
 
@@ -159,8 +160,9 @@ def cost(
     """The cost of so many steps, on a device that multiplies matrices at this rate."""
     tokens = steps * config.batch_rows * config.data.sequence_length
     passes = steps * -(-config.batch_rows // config.micro_batch_rows)
-    computing = tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU.get(device.type, 0.3)
+    computing = tokens * config.training_flops() / flops / USUAL_MFU.get(device.type, 0.3)
     kept = KEPT_BYTES[choose_recompute(config.train.recompute, device)] * (2 if dtype == torch.float32 else 1)
+    state_bytes = FROZEN_BYTES if config.lora.is_on else STATE_BYTES
     held_tokens = config.micro_batch_rows * config.data.sequence_length
     activations = held_tokens * config.model.num_layers * config.model.d_model * kept
     return Cost(
@@ -168,5 +170,5 @@ def cost(
         tokens,
         steps * config.batch_rows / epoch_rows if epoch_rows else None,
         STARTING_SECONDS.get(device.type, 5.0) + max(computing, passes * LEAST_SECONDS.get(device.type, 0.0)),
-        PROCESS_BYTES + STATE_BYTES * config.model.num_parameters() + activations,
+        PROCESS_BYTES + state_bytes * config.model.num_parameters() + activations,
     )
