@@ -17,14 +17,17 @@ from ..progress import say
 from . import flags
 from .cluster import launch
 from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
+from .lengthen import lengthen
 from .output import print_line
 from .plan import plan
 
-FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train)
+FUNCTIONS = (
+    prepare, train, lengthen, plan, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train,
+)  # fmt: skip
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
-PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline")
+PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text")
 NAMED = (*PATHS, "--model", "--recipe", "--tokenizer", "--container", "--time", "--mount")
 
 
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = {
             "prepare": "; what is done is kept, and the same command goes on from there",
             "train": "; the same command with --resume goes on",
+            "lengthen": "; the same command goes on",
         }.get(arguments[0], "")
         say(f"mambakit: interrupted{kept}")
         return 130

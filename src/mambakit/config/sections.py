@@ -107,6 +107,9 @@ class DataConfig(Settings):
     carry_state: bool = Field(
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
     )
+    join: bool = Field(
+        False, description="read all documents as one text: the state is not reset where a new one begins"
+    )
 
     def problems(self) -> Iterator[str]:
         if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):

@@ -23,7 +23,7 @@ from ..progress import say
 from .own_batches import own_batches
 
 # Settings of the data: those that decide the order of its rows, and those that have an effect on text alone.
-ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "mix", "temperature")
+ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "join", "mix", "temperature")
 TEXT_SETTINGS = ("tokenizer", "val_fraction", "text_column", "separator")
 
 
