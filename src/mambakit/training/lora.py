@@ -145,7 +145,7 @@ def contents(ranks: Ranks, weights: Mapping[str, Tensor | Sliced], lora: LoraCon
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.scale * (lora.rank or 1),
-        target_modules=sorted(kinds["low rank"]),
+        target_modules=sorted(kinds["low rank"]) or peft.utils.constants.DUMMY_TARGET_MODULES,  # which says: none
         modules_to_save=sorted(kinds["whole"]) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
