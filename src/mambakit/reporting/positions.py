@@ -54,7 +54,7 @@ def _figure(found: Mapping[tuple[int, str], Sequence[Point]]) -> str:
     left, right = (math.log2(end(point.middle for point in every)) for end in (min, max))
     low, high = (math.log(end(point.perplexity for point in every)) for end in (min, max))
     margin = max((high - low) / 20, 0.02)
-    low, high, right = low - margin, high + margin, max(right, left + 1)
+    low, high, left, right = low - margin, high + margin, left - 0.5, right + 0.5
 
     def x(place: float) -> float:
         return WIDTH * (math.log2(place) - left) / (right - left)

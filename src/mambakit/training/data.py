@@ -111,6 +111,16 @@ def tokenizer_of(shards: Path) -> Tokenizer:
     return tokenizer
 
 
+def check_tokenizer_spec(config: RunConfig, model: Path) -> None:
+    """Text for a model that was trained before is never tokenized by a tokenizer that is learned now."""
+    path = config.data.path[0] if config.data.path else None
+    if path is None or is_shards(Path(path)) or is_tokens(Path(path)) or not config.data.tokenizer.startswith("train:"):
+        return
+    has_own = (model / TOKENIZER).is_file()
+    mend = "remove data.tokenizer" if has_own else "it has no tokenizer.json: name its tokenizer with --data.tokenizer"
+    raise ConfigError(f"data.tokenizer={config.data.tokenizer} gives other tokens than the model in {model}; {mend}")
+
+
 def check_tokenizer(shards: Path, model: Path | None) -> None:
     """Check that the tokenizer of the shards is intact, and that it is the model's."""
     ours, theirs = tokenizer_of(shards).to_str(), model / TOKENIZER if model else None

@@ -31,6 +31,10 @@ HOW_TO_TRAIN = (("optim",), ("train", "batch_tokens"), ("data", "sequence_length
 SHORT_RUN_STEPS = 1000  # of the usual batch: a shorter run takes more steps with smaller batches
 WIDEST_AT_HIGH_RATE = 256  # d_model up to which a short run's learning rate is the laptop recipe's
 
+# Learning rates for weights that were trained before, and for adapters of them, which are small at first.
+TUNING = {"lr": 1e-4, "min_lr": 1e-5}
+TUNING_ADAPTERS = {"lr": 5e-4, "min_lr": 5e-5}
+
 # The share of the matrix rate that a training step comes to, for want of a measurement.
 USUAL_MFU = {"cpu": 0.5, "cuda": 0.35}
 # Of a micro-batch, however small: launches, and the host. And before the first step: compiling.
@@ -45,18 +49,25 @@ PROCESS_BYTES = 0.65e9  # with torch, and its workspace
 LONG_SECONDS = 86400.0
 
 
-def default_settings(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, Any]:
-    """Settings for what no layer gives: the model, the length of the run, and how a short one is trained."""
+def default_settings(
+    layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device, *, is_tuning: bool = False
+) -> dict[str, Any]:
+    """Settings for what no layer gives: the model, the length of the run, how a short one is trained, and, with
+    `is_tuning`, a learning rate for weights that were trained before."""
     found: dict[str, Any] = {}
     if not _gives(layers, "model"):
         found["model"] = _model_size(layers, index, device)
     config = resolve(found, *layers, vocab_size=index.vocab_size)
+    has_recipe = any("recipe" in layer for layer in layers)
+    says_how = has_recipe or any(_gives(layers, *place) for place in HOW_TO_TRAIN)
+    tuning = {}
+    if is_tuning and not has_recipe and not _gives(layers, "optim"):
+        tuning = found["optim"] = TUNING_ADAPTERS if config.lora.is_on else TUNING
     if config.train.has_length:
         return found
     tokens = _tokens(config, index.counts["train"].tokens, device)
-    says_how = any("recipe" in layer for layer in layers) or any(_gives(layers, *place) for place in HOW_TO_TRAIN)
     if not says_how and tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
-        found |= _short(config)
+        found |= _short(config) | ({"optim": tuning} if tuning else {})
         config = resolve(found, *layers, vocab_size=index.vocab_size)
     steps = max(1, tokens // config.train.batch_tokens)
     return {**found, "train": {**found.get("train", {}), "steps": steps}}
