@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 import mambakit
 from mambakit import MambaLM
 from mambakit.config import ConfigError, LoraConfig, resolve
-from mambakit.planning import largest
 from mambakit.parallel import Mesh
+from mambakit.planning import largest
 from mambakit.training import lora
 from mambakit.training.run import train
 from mambakit.training.stopping import Stopper
@@ -221,7 +221,16 @@ def test_two_ranks_train_the_same_adapters(shards: Path, bases: dict[str, Path],
     config["model"] = {"dropout": 0.0}  # which ranks draw differently
     train(config, out=tmp_path / "one", init_from=bases["mamba1"], quiet=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["train", tmp_path / "config.json", "--init-from", bases["mamba1"], "--out", tmp_path / "two", "--gpus", "2"]
+    words = [
+        "train",
+        tmp_path / "config.json",
+        "--init-from",
+        bases["mamba1"],
+        "--out",
+        tmp_path / "two",
+        "--gpus",
+        "2",
+    ]
     command = [sys.executable, "-m", "mambakit", *map(str, words)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
     for name in ("train/lora.safetensors", "adapter/adapter_model.safetensors", "model.safetensors"):
@@ -235,7 +244,9 @@ def test_two_ranks_train_the_same_adapters(shards: Path, bases: dict[str, Path],
 
 def test_targets_that_a_model_has_not_are_named(shards: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     config = tuning(shards, lora={"targets": ["in_proj", "x_proj"]})
-    with pytest.raises(ConfigError, match="names x_proj, which a mamba2 model does not have; its projections are in_proj, out_proj"):
+    with pytest.raises(
+        ConfigError, match="names x_proj, which a mamba2 model does not have; its projections are in_proj, out_proj"
+    ):
         train(config, out=tmp_path / "run", init_from=bases["mamba2"], quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -245,7 +256,10 @@ def test_targets_that_a_model_has_not_are_named(shards: Path, bases: dict[str, P
     [
         ({"lora": {"alpha": 8}}, "lora.alpha is of adapters, and lora.rank says that there are none"),
         ({"lora": {"rank": 0}}, "lora.rank=0"),
-        ({"lora": {"rank": 2}, "parallel": {"shard": "full"}}, "parallel.shard=full cannot be combined with lora.rank=2"),
+        (
+            {"lora": {"rank": 2}, "parallel": {"shard": "full"}},
+            "parallel.shard=full cannot be combined with lora.rank=2",
+        ),
         ({"lora": {"rank": 2}, "parallel": {"tp": 2}}, "parallel.tp=2 cannot be combined"),
         ({"lora": {"rank": 2}, "parallel": {"cp": 2}}, "parallel.cp=2 cannot be combined"),
     ],

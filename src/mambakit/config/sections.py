@@ -368,6 +368,6 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
             value = getattr(parallel, name)
             if value != ParallelConfig.model_fields[name].default:
                 yield (
-                    f"parallel.{name}={value} cannot be combined with lora.rank={lora.rank}: adapters are trained by one "
-                    "rank, or by data-parallel ranks that share nothing (parallel.shard=none); remove it"
+                    f"parallel.{name}={value} cannot be combined with lora.rank={lora.rank}: adapters are trained by "
+                    "one rank, or by data-parallel ranks that share nothing (parallel.shard=none); remove it"
                 )

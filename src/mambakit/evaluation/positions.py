@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def loss_by_position(
     targets = torch.zeros_like(losses)
     state = None
     try:
-        for number, (begin, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        for number, (begin, end) in enumerate(pairwise(edges)):
             piece = max(1, PIECE_TOKENS // len(starts))
             for first in range(begin, end, piece):
                 last = min(end, first + piece)
@@ -82,10 +83,10 @@ def loss_by_position(
                 with torch.inference_mode(), autocast(device, dtype):
                     output = model(tokens[:, :-1], state=state, targets=tokens[:, 1:], loss_mask=counts)
                 state = output.state
-                losses[number] += float(output.loss_sum)  # type: ignore[arg-type]  # sync point
-                targets[number] += int(output.num_targets)  # type: ignore[arg-type]
+                losses[number] += float(output.loss_sum)  # sync point
+                targets[number] += int(output.num_targets)
                 after_piece(len(starts) * (last - first))
     finally:
         model.train(was_training)
-    found = zip(edges, edges[1:], targets.tolist(), losses.tolist(), strict=False)
-    return [Bin(begin, end, int(count), loss / max(1, count)) for begin, end, count, loss in found]
+    found = zip(pairwise(edges), targets.tolist(), losses.tolist(), strict=True)
+    return [Bin(*edge, int(count), loss / max(1, count)) for edge, count, loss in found]

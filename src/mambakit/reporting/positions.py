@@ -1,4 +1,4 @@
-"""Perplexity by position, before and after a run of `mambakit lengthen`: a plot with two logarithmic axes, and a table."""
+"""Perplexity by position, before and after `mambakit lengthen`: a plot with two logarithmic axes, and a table."""
 
 from __future__ import annotations
 

@@ -83,7 +83,16 @@ def read_run(folder: Path) -> RunRecord:
         problem = f"parameters and settings are not shown: {error}"
     evaluations, history = _objects(folder / "evaluations.jsonl"), _history(folder / "history.jsonl")
     return RunRecord(
-        folder.resolve().name, config, train, evals, samples, evaluations, history, _positions(folder), problem, unreadable
+        folder.resolve().name,
+        config,
+        train,
+        evals,
+        samples,
+        evaluations,
+        history,
+        _positions(folder),
+        problem,
+        unreadable,
     )
 
 

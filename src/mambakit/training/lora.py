@@ -89,9 +89,7 @@ def add_adapters(model: MambaLM, lora: LoraConfig) -> None:
         block.mixer_draws = lora.dropout > 0
 
 
-def first_weights(
-    model: MambaLM, plain: Mapping[str, Tensor], checkpoint: Path | None, seed: int
-) -> dict[str, Tensor]:
+def first_weights(model: MambaLM, plain: Mapping[str, Tensor], checkpoint: Path | None, seed: int) -> dict[str, Tensor]:
     """The weights of a model with adapters: of its checkpoint, or `plain` ones and new adapters, drawn as peft does."""
     stored = read_weight_file(checkpoint / STORED) if checkpoint else {}
     generator = torch.Generator().manual_seed(seed)
