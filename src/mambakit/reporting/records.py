@@ -82,18 +82,8 @@ def read_run(folder: Path) -> RunRecord:
     except UserError as error:
         problem = f"parameters and settings are not shown: {error}"
     evaluations, history = _objects(folder / "evaluations.jsonl"), _history(folder / "history.jsonl")
-    return RunRecord(
-        folder.resolve().name,
-        config,
-        train,
-        evals,
-        samples,
-        evaluations,
-        history,
-        _positions(folder),
-        problem,
-        unreadable,
-    )
+    name, positions = folder.resolve().name, _positions(folder)
+    return RunRecord(name, config, train, evals, samples, evaluations, history, positions, problem, unreadable)
 
 
 def _positions(folder: Path) -> dict[str, Any]:

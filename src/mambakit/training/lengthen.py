@@ -64,7 +64,7 @@ def lengthen(
     text: Sequence[str | Path] = (),
     layers: Layers = (),
 ) -> Lengthened:
-    """Train the model of a run, or of a folder, on texts of `to` tokens, in the new run `out`. Started again, it goes on
+    """Train the model of a run, or of a folder, on texts of `to` tokens, in the new run `out`. The same call goes on
     where it was stopped. `text` is what perplexity is measured on, else the validation split; `layers` are settings."""
     if not World.join().is_one:
         raise ConfigError("lengthen works in one process so far; start it without ranks")

@@ -31,8 +31,8 @@ STORED = Path("train") / "lora.safetensors"
 ADAPTER = Path("adapter")
 PREFIX = "base_model.model."  # of peft's names
 BASE, A, B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-# Projections whose adapter has no effect in transformers, or is refused by peft: transformers' Mamba reads the weight of
-# dt_proj and, on a GPU, of out_proj, and does not call the layer. In peft's form these are whole, as modules to save.
+# Projections that have no adapter in peft's form, but are whole (modules_to_save): transformers' Mamba multiplies by the
+# weight of dt_proj itself, past an adapter, and so do GPU kernels by that of out_proj, for which peft refuses LoRA.
 WHOLE = ("dt_proj", "out_proj")
 
 
