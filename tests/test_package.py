@@ -85,6 +85,7 @@ HOMES = {  # of libraries: the only places that import them
     "huggingface_hub": {"evaluation/baselines.py", "data/datasets.py"},
     "mamba_ssm": {"bench/peers.py"},
     "causal_conv1d": {"bench/peers.py"},
+    "peft": {"training/lora.py"},
 }
 WITHOUT_TORCH = (
     "config",
