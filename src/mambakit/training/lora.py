@@ -31,8 +31,8 @@ STORED = Path("train") / "lora.safetensors"
 ADAPTER = Path("adapter")
 PREFIX = "base_model.model."  # of peft's names
 BASE, A, B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-# Projections that have no adapter in peft's form, but are whole (modules_to_save). transformers' Mamba multiplies by the
-# weight of dt_proj past an adapter, and so do GPU kernels by that of out_proj, for which peft refuses LoRA.
+# Projections that are whole in peft's form (modules_to_save): transformers' Mamba multiplies by the weight of dt_proj
+# past an adapter, and so do GPU kernels by that of out_proj, for which peft refuses LoRA.
 WHOLE = ("dt_proj", "out_proj")
 
 
