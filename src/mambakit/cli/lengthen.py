@@ -35,7 +35,7 @@ def lengthen(
     For example:
       mambakit lengthen run --to 131072
       mambakit lengthen run --to 2048 --out longer --train.steps 100 --optim.lr 1e-3
-      mambakit lengthen run --to 32768 --text books/
+      mambakit lengthen run --to 32768 --out longest --text letters/
 
     Args:
       text: measure on these files instead of the validation split; their documents are joined

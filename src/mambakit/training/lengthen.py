@@ -24,9 +24,9 @@ from ..evaluation.text import Sources, check_ids
 from ..files import UserError, path_of, paths_of, read_json, replace_json
 from ..parallel import World
 from ..progress import progress, say
-from .data import check_tokenizer, find_shards
+from .data import check_tokenizer, check_tokenizer_spec, find_shards
 from .run import Layers, train_layers
-from .start import POSITIONS
+from .start import POSITIONS, Start
 
 STEPS = 300
 ROW_GROWTH = 4  # rows are so many times as long as those that the model was trained on
@@ -71,16 +71,19 @@ def lengthen(
     place, names = path_of(model), paths_of(text)
     folder = path_of(out) if out is not None else place.with_name(f"{place.resolve().name}-{to}")
     begun = _begun(folder, to, names)
-    source = Path(begun["source"]) if begun else native.find(place, substitute=False)
+    start = Start.of_model(begun["source"] if begun else place)
+    source = start.init_from
+    assert source is not None
     stored = _settings_of_run(source)
     trained_length = resolve(stored).data.sequence_length if stored else USUAL_LENGTH
     if to <= trained_length:
         raise ConfigError(f"--to {to} is not beyond the {trained_length} tokens that {source} was trained at; raise it")
     length = _row_length(layers, to, trained_length)
     base = _settings(stored, length)
-    config = resolve(base, *layers)
+    config = resolve(*start.settings, base, *layers)
     if not config.data.path:
         raise ConfigError(f"{source} does not say what it was trained on; name a folder of shards or text with --data")
+    check_tokenizer_spec(config, source)
     shards = find_shards(config, folder)
     assert shards is not None
     check_tokenizer(shards, source)
@@ -90,7 +93,7 @@ def lengthen(
         def measured(checkpoint: Path, what: str) -> list[Bin]:
             return _measure(checkpoint, stream, starts, to, config, what)
 
-        before = [Bin(**_without_perplexity(each)) for each in begun["before"]] if begun else measured(source, "before")
+        before = begun["before"] if begun else measured(source, "before")
         found = Lengthened(folder, to, trained_length, str(source), names, before, [])
         if not begun:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +111,7 @@ def lengthen(
 
 
 def _begun(folder: Path, to: int, text: list[str]) -> dict[str, Any] | None:
-    """What an earlier start has written, where it was the same."""
+    """What an earlier start has written, where it was the same: its `source`, and what it measured `before`."""
     if not (folder / POSITIONS).is_file():
         if folder.is_dir() and any(folder.iterdir()):
             raise UserError(f"{folder} exists, and was not made by lengthen; choose another --out")
@@ -116,11 +119,12 @@ def _begun(folder: Path, to: int, text: list[str]) -> dict[str, Any] | None:
     found = read_json(folder / POSITIONS)
     if (found.get("to"), found.get("text")) != (to, text):
         raise UserError(f"{folder} was begun with --to {found.get('to')}, or on another --text; choose another --out")
-    return found
-
-
-def _without_perplexity(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != "perplexity"}
+    fields = [field.name for field in dataclasses.fields(Bin)]
+    try:
+        before = [Bin(*(each[name] for name in fields)) for each in found["before"]]
+        return {"source": str(found["source"]), "before": before}
+    except (KeyError, TypeError):
+        raise UserError(f"{folder / POSITIONS} is damaged; remove {folder} to begin anew") from None
 
 
 def _settings_of_run(source: Path) -> Mapping[str, Any]:
