@@ -247,13 +247,14 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
 def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> Ranks:
     """The model on its device, with its first weights: drawn from the seed, or read."""
     check_memory(config, mesh, device)
-    weights = _first_weights(start, config)
     with torch.device("meta"):
         model = MambaLM(config.model)
     if config.lora.is_on:
         lora.add_adapters(model, config.lora)
-        weights = lora.first_weights(model, weights, start.checkpoint, config.train.seed)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
+    weights = _first_weights(start, config)
+    if config.lora.is_on:
+        weights = lora.first_weights(model, weights, start.checkpoint, config.train.seed)
     ranks.load(weights, device)
     model.train()
     return ranks
