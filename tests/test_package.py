@@ -90,6 +90,7 @@ HOMES = {  # of libraries: the only places that import them
     "tensorboard": {"training/trackers.py"},
     "wandb": {"training/trackers.py"},
     "trackio": {"training/trackers.py"},
+    "peft": {"training/lora.py"},
 }
 WITHOUT_TORCH = (
     "config",

@@ -58,13 +58,16 @@ def snapshot(
     tokenizer: Tokenizer | None,
     end_tokens: Sequence[int],
     state: TrainingState,
+    beside: Contents | None = None,
 ) -> Contents:
-    """The files of a checkpoint, not written yet. Its tensors are those of the run, which go on changing."""
+    """The files of a checkpoint, not written yet, with others `beside` them. Its tensors are those of the run, which go
+    on changing."""
     files = huggingface.contents(model, parameters, tokenizer, end_tokens)
+    more = beside or Contents({}, {}, {})
     return Contents(
-        {**files.json, str(STATE): state.values(), str(CONFIG): state.config},
-        files.text,
-        {**files.tensors, str(OPTIMIZER): state.optimizer, str(TENSORS): state.tensors()},
+        {**files.json, **more.json, str(STATE): state.values(), str(CONFIG): state.config},
+        {**files.text, **more.text},
+        {**files.tensors, **more.tensors, str(OPTIMIZER): state.optimizer, str(TENSORS): state.tensors()},
     )
 
 

@@ -18,14 +18,17 @@ from ..signals import STOPPED_AFTER_SAVING, Stopped
 from . import flags
 from .cluster import launch
 from .commands import bench_ops, bench_train, convert, evaluate, generate, info, prepare, report, train, verify
+from .lengthen import lengthen
 from .output import print_line
 from .plan import plan
 
-FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, info, verify, bench_ops, bench_train)
+FUNCTIONS = (
+    prepare, train, lengthen, plan, launch, evaluate, generate, convert, report, info, verify, bench_ops, bench_train,
+)  # fmt: skip
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
-PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline")
+PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text")
 NAMED = (*PATHS, "--model", "--recipe", "--tokenizer", "--container", "--time", "--mount")
 
 
@@ -67,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = {
             "prepare": "; what is done is kept, and the same command goes on from there",
             "train": "; the same command with --resume goes on",
+            "lengthen": "; the same command goes on",
         }.get(arguments[0], "")
         is_asked = isinstance(error, Stopped)
         say(f"mambakit: {f'stopped by {error}' if is_asked else 'interrupted'}{kept}")

@@ -143,6 +143,7 @@ def train(
       mambakit train --resume --out run
       mambakit train --resume --out run --train.steps 4000
       mambakit train --data shards --out tuned --init-from run --optim.lr 1e-4
+      mambakit train --data letters/ --out adapted --init-from run --lora.rank 16
       mambakit train --data shards --model mamba-130m --recipe paper-130m --write-config run.yaml
 
     Args:

@@ -108,6 +108,9 @@ class DataConfig(Settings):
     carry_state: bool = Field(
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
     )
+    join: bool = Field(
+        False, description="read all documents as one text: the state is not reset where a new one begins"
+    )
 
     def problems(self) -> Iterator[str]:
         if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):
@@ -226,6 +229,40 @@ class TrainConfig(Settings):
             )
 
 
+class LoraConfig(Settings):
+    """Low-rank adapters: W + alpha/rank B A is computed, and A and B alone are trained."""
+
+    rank: int | None = Field(None, ge=1, le=2**16, description="train adapters of this rank alone; unset: all weights")
+    alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / rank; 2 rank unless set")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the input of an adapter, in training")
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="projections that get one, such as in_proj out_proj; every one of the model unless set"
+    )
+
+    def problems(self) -> Iterator[str]:
+        given = [name for name in ("alpha", "dropout", "targets") if getattr(self, name)]
+        if given and self.rank is None:
+            yield f"{given[0]} is of adapters, and lora.rank says that there are none; set it, such as lora.rank: 16"
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def is_on(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / (self.rank or 1)
+
+    def adapts(self, projection: str) -> bool:
+        """Whether projections of this name get an adapter."""
+        return self.is_on and (projection in self.targets if self.targets else projection.endswith("_proj"))
+
+
 class CheckpointConfig(Settings):
     """When the run is saved, and what is kept."""
 
@@ -301,6 +338,7 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -317,6 +355,11 @@ class RunConfig(Settings):
     def micro_batch_rows(self) -> int:
         """Rows computed at once."""
         return min(self.batch_rows, self.train.micro_batch_rows or max(1, 8192 // self.data.sequence_length))
+
+    def training_flops(self) -> int:
+        """Arithmetic of one token in training. Frozen weights have no gradient: a third of it is left out."""
+        flops = self.model.flops_per_token(training=True)
+        return flops * 2 // 3 if self.lora.is_on else flops
 
     def differences(self, other: RunConfig) -> list[str]:
         """Settings that differ, one line each."""
@@ -352,3 +395,12 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
         for name, value in (("warmup_steps", optim.warmup_steps), ("decay_steps", optim.decay_steps)):
             if value is not None and value > train.steps:
                 yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
+    lora, parallel = sections.get("lora"), sections.get("parallel")
+    if lora and parallel and lora.is_on:
+        for name in ("shard", "tp", "cp"):
+            value = getattr(parallel, name)
+            if value != ParallelConfig.model_fields[name].default:
+                yield (
+                    f"parallel.{name}={value} cannot be combined with lora.rank={lora.rank}: adapters are trained by "
+                    "one rank, or by data-parallel ranks that share nothing (parallel.shard=none); remove it"
+                )

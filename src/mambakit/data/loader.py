@@ -8,7 +8,7 @@ With a mix, an epoch has as many rows, but each source has its share of them. A 
 its own order, again and again.
 
 With `carry_state`, row i of a batch goes on where row i of the batch before stopped. `Batch.carries` says whether the
-document goes on too, so that the model's state may be carried over.
+document goes on too, so that the model's state may be carried over. With `join`, all documents are one text.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ class Loader:
             values.append(self.batch_rows)
         if self.mix is not None:
             values.append(self.mix)
+        if config.join:
+            values.append("joined")
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def window(self, row: int) -> int | None:
@@ -136,6 +138,8 @@ class Loader:
         window, before = self.window(row), self.window(row - self.batch_rows)
         if window is None or before is None or window != before + 1:
             return False
+        if self.config.join:
+            return True
         begin = window * self.length
         return not self.stream.layout.starts(self.stream.read(begin - 1, begin + 1))[1]
 
@@ -151,7 +155,8 @@ class Loader:
                 self.stream.read_into(packed[i], window * length)
                 carries[i] = self._carries(row)
         starts = layout.starts(packed)
-        return make_batch(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
+        is_target = layout.is_target(packed) & ~starts
+        return make_batch(layout.tokens(packed), starts & (not self.config.join), is_target, carries)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from `next_row` on, which changes when a batch is given, not when it is read ahead. If it was set to

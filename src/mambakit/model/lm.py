@@ -42,6 +42,8 @@ class StepOutput(NamedTuple):
 class Block(nn.Module):
     """residual + dropout(mixer(norm(residual))), with the sum left to the next norm, which does it in one pass."""
 
+    mixer_draws = False  # whether the mixer draws random numbers in training, as adapters with dropout do
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps, self.dropout = config.norm_eps, config.dropout
@@ -58,7 +60,7 @@ class Block(nn.Module):
         sums: Sums | None = None,
     ) -> tuple[Tensor, Tensor, LayerState]:
         if recompute == "block":
-            draws = self.training and self.dropout > 0
+            draws = self.training and (self.dropout > 0 or self.mixer_draws)
             whole: tuple[Tensor, Tensor, LayerState] = checkpoint(
                 self.forward, hidden, residual, doc_ids, state, use_reentrant=False, preserve_rng_state=draws
             )
@@ -67,7 +69,7 @@ class Block(nn.Module):
             normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
             hidden, state = self.mixer(normed, doc_ids, state)
         else:
-            recipes = Recipes(keep_projections_alone=recompute == "mixer")
+            recipes = Recipes(keep_projections_alone=recompute == "mixer", draws=self.training and self.mixer_draws)
             normed, residual = self._norm_with_recipes(recipes, hidden, residual, sums)
             with recipes.in_place_of_tensors():
                 hidden, state = self.mixer(normed, doc_ids, state, recipes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class RunRecord:
     samples: Sequence[Mapping[str, Any]] = ()  # texts that the model generated during training
     evaluations: Sequence[Mapping[str, Any]] = ()
     history: Sequence[Mapping[str, Any]] = ()  # of each start and resume: device, dtype, versions, changed settings
+    positions: Mapping[str, Any] = field(default_factory=dict)  # perplexity by position, of a run of `lengthen`
     config_problem: str = ""  # why there is no config
     unreadable_lines: int = 0  # of metrics.jsonl, without a last line that is still being written
 
@@ -80,8 +82,15 @@ def read_run(folder: Path) -> RunRecord:
     except UserError as error:
         problem = f"parameters and settings are not shown: {error}"
     evaluations, history = _objects(folder / "evaluations.jsonl"), _history(folder / "history.jsonl")
-    name = folder.resolve().name
-    return RunRecord(name, config, train, evals, samples, evaluations, history, problem, unreadable)
+    name, positions = folder.resolve().name, _positions(folder)
+    return RunRecord(name, config, train, evals, samples, evaluations, history, positions, problem, unreadable)
+
+
+def _positions(folder: Path) -> dict[str, Any]:
+    """What `lengthen` has measured; nothing where it has not, or where the file is broken."""
+    with contextlib.suppress(UserError):
+        return read_json(folder / "positions.json")
+    return {}
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

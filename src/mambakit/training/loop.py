@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import native
+from ..checkpoint.files import Contents
 from ..checkpoint.state import Progress, TrainingState, random_states, restore_random_states
 from ..config import RunConfig
 from ..data.lanes import lanes
@@ -32,8 +33,8 @@ from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..generate import generate_text
 from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
-from ..parallel import Ranks, World
-from . import history
+from ..parallel import Ranks, Sliced, World
+from . import history, lora
 from .data import TrainingData
 from .display import Display
 from .fitting import rows_of, shrink
@@ -308,7 +309,7 @@ def record_last_step(run: Run) -> None:
     loss, norm = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
-    flops = run.config.model.flops_per_token(training=True) * step.num_tokens / run.world.size
+    flops = run.config.training_flops() * step.num_tokens / run.world.size
     run.matmul_flops = max(run.matmul_flops, flops / seconds)  # the machine may have been busy when it was measured
     record = {
         "type": "train",
@@ -507,9 +508,9 @@ def save(run: Run, *, in_background: bool = False) -> None:
         run.display.doing("saving")
         _check_in_place(run)
         _check_weights(run)
-        weights = {name: run.ranks.sliced(name, parameter) for name, parameter in run.ranks.parameters.items()}
+        weights, beside = _weights(run)
         state = training_state(run)
-        files = native.snapshot(run.config.model, weights, run.data.tokenizer, run.data.end_tokens, state)
+        files = native.snapshot(run.config.model, weights, run.data.tokenizer, run.data.end_tokens, state, beside)
         write = functools.partial(native.write, run.folder, progress.step)
         if not in_background or not run.saver.begin(progress, files, functools.partial(write, world=World())):
             _note_saved(run, progress, write(files, world=run.world))
@@ -542,6 +543,14 @@ def _note_saved(run: Run, progress: Progress, folder: Path) -> None:
 def _check_in_place(run: Run) -> None:
     if run.metrics is not None and not run.metrics.is_in_place():
         raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
+
+
+def _weights(run: Run) -> tuple[dict[str, Tensor | Sliced], Contents | None]:
+    """The weights of a checkpoint, and the files that adapters add to it."""
+    if not run.config.lora.is_on:
+        return {name: run.ranks.sliced(name, tensor) for name, tensor in run.ranks.parameters.items()}, None
+    weights = lora.merged(run.ranks)
+    return weights, lora.contents(run.ranks, weights, run.config.lora, history.origin_of(run.folder, "init_from"))
 
 
 def tidy(run: Run) -> None:

@@ -29,8 +29,8 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..parallel import Mesh, Ranks, World, code_digest, mesh_of, parallelize
 from ..progress import say, silence
-from . import history
-from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
+from . import history, lora
+from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, check_tokenizer_spec, find_shards, open_data
 from .display import Display
 from .fitting import fitted, limit_memory, pass_of, try_out
 from .history import Origin
@@ -143,13 +143,15 @@ def train_layers(
 
 def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
     """The config that a new run would have, as far as it is known before text is prepared."""
-    layers = [*Start.of_model(init_from).settings, *layers]
+    start = Start.of_model(init_from)
+    layers = [*start.settings, *layers]
     config = resolve(*layers)
     folder = Path(config.data.path[0]) if config.data.path else None
     if folder is None or not is_shards(folder):
         return config
     index = read_index(folder)
-    defaults = default_settings(layers, index, choose_device(config.parallel.device))
+    device, is_tuning = choose_device(config.parallel.device), start.init_from is not None
+    defaults = default_settings(layers, index, device, is_tuning=is_tuning)
     return resolve(defaults, *layers, vocab_size=index.vocab_size)
 
 
@@ -233,6 +235,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     if not config.data.path and not has_batches:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
+    lora.check(config, start)
     if not start.is_new and config.data.path and not os.path.lexists(config.data.path[0]) and not has_batches:
         named = history.origin_of(start.folder, "data")
         raise UserError(
@@ -242,11 +245,14 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
     origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
+    if start.init_from is not None:
+        check_tokenizer_spec(config, start.init_from)
     shards = find_shards(config, start.folder)
     if shards:
         index = read_index(shards)
         if start.is_new:
-            layers = [default_settings(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
+            defaults = default_settings(layers, index, device, is_tuning=start.init_from is not None)
+            layers = [defaults, *layers, {"data": {"tokenizer": index.tokenizer}}]
         # Where the shards are, so that a resumed run finds them although the text has changed since.
         layers = [*layers, {"data": {"path": [str(shards.absolute())]}}]
         config = resolve(*layers, vocab_size=index.vocab_size)
@@ -260,8 +266,13 @@ def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> 
     check_memory(config, mesh, device)
     with torch.device("meta"):
         model = MambaLM(config.model)
+    if config.lora.is_on:
+        lora.add_adapters(model, config.lora)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
-    ranks.load(_first_weights(start, config), device)
+    weights = _first_weights(start, config)
+    if config.lora.is_on:
+        weights = lora.first_weights(model, weights, start.checkpoint, config.train.seed)
+    ranks.load(weights, device)
     model.train()
     return ranks
 
