@@ -8,6 +8,7 @@ from .resolving import resolve
 from .sections import (
     SECTIONS,
     DataConfig,
+    GuardConfig,
     OptimConfig,
     ParallelConfig,
     PrepareConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "UNKNOWN_VOCABULARY",
     "ConfigError",
     "DataConfig",
+    "GuardConfig",
     "Mamba1Dims",
     "Mamba2Dims",
     "ModelConfig",

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..checkpoint import CheckpointError, huggingface, load, native
+from ..checkpoint import CheckpointError, native
 from ..checkpoint.state import Progress, TrainingState
 from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, read_config, resolve
 from ..data.loader import Loader
@@ -32,20 +31,22 @@ from ..progress import say, silence
 from . import history
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
 from .display import Display
+from .guard import Guard
 from .history import Origin
-from .loop import Run, loop, restore, save, tidy
+from .loop import Run, loop, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
 from .pace import Pace
 from .passes import make_pass
 from .recorder import Recorder
+from .rollback import restore
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
+from .watchdog import Watchdog
+from .weights import first_weights
 
-# Settings of a model that its weights do not depend on.
-FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
 Layers = Sequence[Mapping[str, Any]]  # of settings, of which later ones win
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -96,7 +97,8 @@ def training_steps(
     init_from: str | Path | None = None,
     quiet: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval or sample.
+    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval,
+    sample or rollback.
 
     Breaking out of the loop saves the run. So does Ctrl-C, which then raises KeyboardInterrupt.
     """
@@ -244,31 +246,9 @@ def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> 
     with torch.device("meta"):
         model = MambaLM(config.model)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
-    ranks.load(_first_weights(start, config), device)
+    ranks.load(first_weights(start, config), device)
     model.train()
     return ranks
-
-
-def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
-    if start.checkpoint is not None:
-        loaded = huggingface.read(start.checkpoint, torch.float32)
-    else:
-        torch.manual_seed(config.train.seed)
-        drawn = MambaLM(config.model).state_dict()  # drawn even if weights are read: dropout uses the same generator
-        if start.init_from is None:
-            return drawn
-        loaded = load(start.init_from, dtype=torch.float32).model
-    mine, theirs = config.model.model_dump(), loaded.config.model_dump()
-    different = [
-        f"{name} is {theirs[name]} there and {value} in the config"
-        for name, value in mine.items()
-        if theirs[name] != value and name not in FREE_MODEL_SETTINGS
-    ]
-    if different:
-        raise CheckpointError(f"{start.weights} holds another model: {'; '.join(different)}")
-    if not all(parameter.isfinite().all() for parameter in loaded.parameters()):
-        raise CheckpointError(f"the weights of {start.weights} are not finite; start from another model")
-    return loaded.state_dict()
 
 
 def _assemble(
@@ -311,6 +291,9 @@ def _assemble(
         metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
     sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
+    is_proven = bool(changed) or progress.step in (0, progress.best_step)
+    guarded = state.guard if state and not changed else {}
+    guard = Guard.of(config.guard, guarded, progress.next_row, looks_for_spikes=not config.data.carry_state)
     run = Run(
         start, config, device, dtype, model, world, ranks,
         run_micro_batch=make_pass(
@@ -321,9 +304,10 @@ def _assemble(
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
         pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
         saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
-        # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
-        # not finite may be due to these.
-        proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
+        guard=guard, watchdog=Watchdog(start.folder, world.rank, config.guard.hang_seconds),
+        # The weights are known to be good if they were the best, or the first. If settings have changed, a bad loss may
+        # be due to these. Else what was before the last good step is good.
+        proven_step=progress.step - (0 if is_proven else 1 + guard.num_bad),
         changed=changed, origin=origin,
     )  # fmt: skip
     if world.is_first:
@@ -415,7 +399,8 @@ def _set_newer_aside(start: Start, state: TrainingState | None) -> None:
     folder, checkpoint = start.folder, start.checkpoint
     last = state.progress.step if state else -1
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
-    if place := native.set_aside(folder, newer):
+    if newer:
+        place = native.set_aside(folder, newer)
         say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
         for name in ("metrics.jsonl", history.NAME):
             if (folder / name).exists():
@@ -470,7 +455,7 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
         left = max(0, config.train.tokens - progress.tokens)
         return progress.step + -(-left // config.train.batch_tokens)
     assert config.train.epochs is not None
-    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.next_row)
+    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.rows_read)
     return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
 
 
