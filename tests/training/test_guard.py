@@ -318,7 +318,7 @@ def test_a_run_that_goes_back_too_often_ends_and_names_documents(
     values = {**settings(shards), "guard": {"bad_steps": 2, "rollbacks": 2}}
     message = (
         r"training diverged: the loss is not finite at step \d+, the last of 2 bad steps in a row. The run has gone back "
-        r"2 times. The bad rows are of \d+ documents, the worst first: .*corpus/file\d+.txt, .*"
+        r"2 times. The bad rows are of \d+ documents, those of the worst rows first: .*corpus/file\d+.txt, .*"
         r"Nothing was saved since step 6; go on from there with a lower learning rate"
     )
     with pytest.raises(RunError, match=message):

@@ -153,7 +153,11 @@ def _tell(run: Run, trouble: Trouble, to_step: int, rows: Rows, by_loss: Sequenc
 def listed(documents: Sequence[str], count: int) -> str:
     """Some of `count` documents, those first that are predicted worst."""
     named = ", ".join(documents[:NAMED])
-    return f"{count:,} documents, the worst first: {named}{', …' if count > NAMED else ''}" if count > 1 else named
+    return (
+        f"{count:,} documents, those of the worst rows first: {named}{', …' if count > NAMED else ''}"
+        if count > 1
+        else named
+    )
 
 
 def merged(stretches: Iterable[Rows]) -> tuple[Rows, ...]:
