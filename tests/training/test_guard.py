@@ -37,7 +37,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def poisoned_settings(shards: Path, kind: str = "mamba2", **sections: dict[str, Any]) -> dict[str, Any]:
     """60 steps, of which step 46 reads the poisoned document."""
     values = settings(
-        shards, kind, data={"seed": SEED}, train={"steps": 60, "eval_every": 0}, checkpoint={"every": 10},
+        shards, kind, data={"seed": SEED}, train={"steps": 60, "eval_every": 0}, checkpoint={"every": 10, "keep_last": 9},
         optim={"clip": None, "schedule": "constant", "warmup_steps": 2}, track={"sample_every": 0},
     )  # fmt: skip
     values["guard"] = {"window": 16, "bad_steps": 1}

@@ -219,13 +219,14 @@ def step(run: Run) -> None:
         raise UserError(f"AdamW's averages do not fit in the memory of {run.device}; take a smaller --model") from error
     run.carried = states and states.map(lambda memory: torch.where(skipped.bool(), 0, memory))  # they may not be finite
     num_tokens = batch.tokens.numel() * mesh.data_size
-    first_row, loader = progress.next_row, run.data.loader
+    loader, next_row = run.data.loader, progress.next_row
+    rows = loader.rows(next_row) if loader else range(next_row, next_row + batch.num_rows)
     progress.step += 1
     progress.tokens += num_tokens
-    progress.next_row = loader.row_after(first_row) if loader else first_row + batch.num_rows
+    progress.next_row = rows[-1] + 1
     numbers = Numbers(loss, norm, skipped)
     record_last_step(run)
-    run.unrecorded = Step(numbers, rate, num_tokens, first_row, dataclasses.replace(progress), run.pace.times())
+    run.unrecorded = Step(numbers, rate, num_tokens, rows[0], dataclasses.replace(progress), run.pace.times())
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
 

@@ -83,11 +83,11 @@ def go_back(run: Run) -> None:
         restore(run, state)
     else:
         run.scaler.load_state_dict(torch.amp.GradScaler(run.device.type, enabled=run.scaler.is_enabled()).state_dict())
-    run.progress = progress
-    spikes = run.guard.looks_for_spikes
-    run.guard = Guard.of(run.config.guard, state.guard if state else {}, progress.next_row, looks_for_spikes=spikes)
-    assert run.data.loader is not None
-    run.data.loader.next_row, run.data.loader.skipped_rows = progress.next_row, progress.skipped_rows
+    run.progress, loader = progress, run.data.loader
+    assert loader is not None
+    loader.next_row, loader.skipped_rows = progress.next_row, progress.skipped_rows
+    known, first_row = state.guard if state else {}, loader.rows(progress.next_row)[0]
+    run.guard = Guard.of(run.config.guard, known, first_row, looks_for_spikes=run.guard.looks_for_spikes)
     run.saved_looked_at, run.proven_step = progress.looked_at, progress.step
     if run.metrics is not None:
         run.metrics.cut(state.metrics_bytes if state else 0)
