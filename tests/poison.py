@@ -38,11 +38,11 @@ if os.environ.get("POISON"):
 """
 
 
-def make_poisoned_shards(folder: Path) -> Path:
+def make_poisoned_shards(folder: Path, val_fraction: float = 0.0) -> Path:
     """Rows of 32 tokens, as bytes; the poisoned document lies in one or two of them."""
     corpus = make_corpus(folder / "corpus")
     (corpus / NAME).write_text("§" * 10 + "\n", encoding="utf-8")
-    prepare([corpus], folder / "shards", tokenizer="bytes", val_fraction=0, workers=1)
+    prepare([corpus], folder / "shards", tokenizer="bytes", val_fraction=val_fraction, workers=1)
     return folder / "shards"
 
 
