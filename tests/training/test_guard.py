@@ -142,7 +142,7 @@ def test_the_optimizer_changes_nothing_where_a_flag_says_so() -> None:
 
 
 def judged(step: int, loss: float, **given: Any) -> Judged:
-    known = {"norm": 1.0, "is_skipped": not math.isfinite(loss), "may_overflow": False, "in_warmup": False}
+    known = {"is_skipped": not math.isfinite(loss), "may_overflow": False, "in_warmup": False}
     return Judged(step, loss, rows=(step * 8 - 8, step * 8), **{**known, **given})
 
 
@@ -179,7 +179,7 @@ def test_a_healthy_run_is_let_alone() -> None:
 def test_an_overflow_that_loss_scaling_corrects_is_not_bad() -> None:
     guard = Guard(GuardConfig(bad_steps=2))
     for step in range(1, 20):
-        guard.judge(judged(step, 2.0, norm=math.inf, is_skipped=True, may_overflow=True))
+        guard.judge(judged(step, 2.0, is_skipped=True, may_overflow=True))
     assert guard.trouble is None
     guard.judge(judged(20, math.nan, may_overflow=True))
     guard.judge(judged(21, math.nan, may_overflow=True))

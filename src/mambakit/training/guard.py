@@ -30,7 +30,6 @@ class Judged:
 
     step: int
     loss: float
-    norm: float
     rows: tuple[int, int]  # of the data: begin and end of what it has read
     is_skipped: bool
     may_overflow: bool  # fp16's loss scaling is on: its scale falls until gradients are finite

@@ -321,7 +321,7 @@ def record_last_step(run: Run) -> None:
     run.recorder.write(record)
     warmup, rows = warmup_steps(run.total_steps, run.config.optim), (step.first_row, step.progress.next_row)
     at, may_overflow = step.progress.step, run.scaler.is_enabled()
-    run.guard.judge(Judged(at, loss, norm, rows, bool(skipped), may_overflow, in_warmup=at <= warmup))
+    run.guard.judge(Judged(at, loss, rows, bool(skipped), may_overflow, in_warmup=at <= warmup))
     if run.guard.num_bad:
         return
     run.proven_step = max(run.proven_step, at - 1)

@@ -20,6 +20,7 @@ import torch
 
 from ..checkpoint import native
 from ..checkpoint.state import Progress, TrainingState, restore_random_states
+from ..config import resolve
 from ..data.origins import documents_of
 from ..evaluation import score
 from ..files import RunError, write_json
@@ -86,7 +87,8 @@ def go_back(run: Run) -> None:
     run.progress, loader = progress, run.data.loader
     assert loader is not None
     loader.next_row, loader.skipped_rows = progress.next_row, progress.skipped_rows
-    known, first_row = state.guard if state else {}, loader.rows(progress.next_row)[0]
+    is_same = state is not None and not resolve(state.config).differences(run.config)
+    known, first_row = state.guard if state and is_same else {}, loader.rows(progress.next_row)[0]
     run.guard = Guard.of(run.config.guard, known, first_row, looks_for_spikes=run.guard.looks_for_spikes)
     run.saved_looked_at, run.proven_step = progress.looked_at, progress.step
     if run.metrics is not None:
@@ -152,12 +154,8 @@ def _tell(run: Run, trouble: Trouble, to_step: int, rows: Rows, by_loss: Sequenc
 
 def listed(documents: Sequence[str], count: int) -> str:
     """Some of `count` documents, those first that are predicted worst."""
-    named = ", ".join(documents[:NAMED])
-    return (
-        f"{count:,} documents, those of the worst rows first: {named}{', …' if count > NAMED else ''}"
-        if count > 1
-        else named
-    )
+    named = ", ".join(documents[:NAMED]) + (", …" if count > NAMED else "")
+    return f"{count:,} documents, those of the worst rows first: {named}" if count > 1 else named
 
 
 def merged(stretches: Iterable[Rows]) -> tuple[Rows, ...]:

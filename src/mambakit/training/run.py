@@ -292,7 +292,7 @@ def _assemble(
     sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
     is_proven = bool(changed) or progress.step in (0, progress.best_step)
-    guarded = state.guard if state and not changed else {}
+    guarded = state.guard if state and not changed else {}  # other settings may have other losses
     guard = Guard.of(config.guard, guarded, progress.next_row, looks_for_spikes=not config.data.carry_state)
     run = Run(
         start, config, device, dtype, model, world, ranks,
