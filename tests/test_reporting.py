@@ -596,6 +596,13 @@ def test_changed_settings_are_listed(tmp_path: Path) -> None:
     assert "Changes" not in _page(folder).texts["h2"]
 
 
+def test_where_a_run_went_back_is_listed(tmp_path: Path) -> None:
+    rollback = {"type": "rollback", "step": 2, "from_step": 5, "reason": "the loss is not finite", "rows": [24, 40]}
+    page = _page(_write(tmp_path / "run", [_train(1), _train(2), rollback, _train(3)]))
+    what = "went back to here from step 5: the loss is not finite; rows left out: [24, 40]"
+    assert page.row("2") == ["–", what]
+
+
 def test_a_run_that_went_back_forgets_what_was_changed_after(tmp_path: Path) -> None:
     again = {"step": 3, "device": "NVIDIA A100", "changed": ["optim.lr: 0.001 -> 0.01"]}
     page = _page(_with_history(_write(tmp_path / "run", [_train(1)]), [*HISTORY, again]))

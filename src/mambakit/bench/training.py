@@ -111,7 +111,7 @@ class Trainer:
     def step(self, batch: RandomBatch) -> Tensor:
         """Run one step. Gives the loss, still on the device."""
         loss, *_ = self.run_micro_batch(*batch)
-        update(self.ranks, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
+        update(self.ranks, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip, loss)
         return loss
 
 

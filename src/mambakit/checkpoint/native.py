@@ -194,10 +194,8 @@ def read_state(folder: Path) -> TrainingState:
         raise CheckpointError(f"{folder / STATE} is no training state: {error!r}") from None
 
 
-def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
+def set_aside(run: Path, folders: Sequence[Path]) -> Path:
     """Move checkpoints into a folder of their own, where no run looks for them; nothing is deleted."""
-    if not folders:
-        return None
     places = (run / "set-aside" / f"{number:03d}" for number in itertools.count(1))
     place = next(place for place in places if not place.exists())
     place.mkdir(parents=True)

@@ -8,6 +8,7 @@ from .resolving import resolve
 from .sections import (
     SECTIONS,
     DataConfig,
+    GuardConfig,
     LoraConfig,
     OptimConfig,
     ParallelConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "UNKNOWN_VOCABULARY",
     "ConfigError",
     "DataConfig",
+    "GuardConfig",
     "LoraConfig",
     "Mamba1Dims",
     "Mamba2Dims",

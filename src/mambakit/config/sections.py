@@ -302,6 +302,31 @@ class TrackConfig(Settings):
         return (value,) if isinstance(value, str) else value
 
 
+class GuardConfig(Settings):
+    """What is done about steps that go wrong, and about steps that do not end."""
+
+    bad_steps: int = Field(
+        5,
+        ge=1,
+        description="bad steps in a row after which the run goes back to its last good checkpoint, and on without "
+        "their rows. A step is bad if its loss or gradient is not finite (it is skipped), or if its loss is a spike",
+    )
+    spike: float | None = Field(
+        10.0,
+        gt=0,
+        description="a loss is a spike if it is above the median of the last good ones by so many standard deviations "
+        "(1.48 times the median deviation) and by a tenth; not in warm-up, nor with data.carry_state; null: never",
+    )
+    window: int = Field(64, ge=8, le=2**16, description="good losses that a spike is measured against")
+    rollbacks: int = Field(3, ge=0, description="how often a run goes back; after that, it ends with a message")
+    hang_seconds: float | None = Field(
+        300.0,
+        gt=0,
+        description="a step without a sign of life for so long, and for ten times the median step, shows where all "
+        "threads are; three times as long until the second step, which compiles; null: never",
+    )
+
+
 class ParallelConfig(Settings):
     """Where the run computes."""
 
@@ -341,6 +366,7 @@ class RunConfig(Settings):
     lora: LoraConfig = LoraConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+    guard: GuardConfig = GuardConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     def problems(self) -> Iterator[str]:

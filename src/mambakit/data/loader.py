@@ -2,7 +2,8 @@
 
 Rows are numbered from 0 without end. An epoch is one pass over the windows of the split, in its own order. A step takes
 the next `batch_rows` rows. The loader's whole state is the number of the next row: any number of threads and any cut
-into micro-batches reads the same rows.
+into micro-batches reads the same rows. Rows that a run was told to leave out (`skipped_rows`) are passed by: a batch
+takes the next ones after them.
 
 With a mix, an epoch has as many rows, but each source has its share of them. A source goes through its own windows in
 its own order, again and again.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ class Loader:
         *,
         next_row: int = 0,
         own: tuple[int, int] | None = None,
+        skipped_rows: Sequence[tuple[int, int]] = (),
     ) -> None:
         if len(stream) < 2:
             raise ShardError(
@@ -101,7 +103,8 @@ class Loader:
         # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
         self.stretch = -(-self.num_windows // batch_rows)
         self.epoch_rows = self.stretch * batch_rows if config.carry_state else self.num_windows
-        self.next_row = next_row  # may be set at any time, also in the middle of an iteration
+        # Both may be set at any time, also in the middle of an iteration.
+        self.next_row, self.skipped_rows = next_row, tuple(skipped_rows)
         self.mix = Mix.of(stream, config, self.num_windows) if config.mix or config.temperature != 1 else None
 
     @property
@@ -131,9 +134,29 @@ class Loader:
         turn = permute(0, self.num_windows, self.config.seed, epoch)  # the stretches of each epoch begin elsewhere
         return (window + turn) % self.num_windows
 
+    def rows(self, first_row: int) -> list[int]:
+        """The rows of the batch that starts with this row, or after it, where it is left out."""
+        found: list[int] = []
+        row = first_row
+        for begin, end in [*sorted(self.skipped_rows), (math.inf, math.inf)]:
+            found += range(row, int(min(max(begin, row), row + self.batch_rows - len(found))))
+            if len(found) == self.batch_rows:
+                return found
+            row = max(row, int(end))
+        raise AssertionError("rows have no end")
+
+    def row_after(self, first_row: int) -> int:
+        """Where the batch after this one starts."""
+        return self.rows(first_row)[-1] + 1
+
+    def is_skipped(self, row: int) -> bool:
+        return any(begin <= row < end for begin, end in self.skipped_rows)
+
     def _carries(self, row: int) -> bool:
         """Whether a row goes on in the document of the same row of the batch before."""
         if not self.config.carry_state or row % self.epoch_rows < self.batch_rows:
+            return False
+        if self.is_skipped(row - self.batch_rows):
             return False
         window, before = self.window(row), self.window(row - self.batch_rows)
         if window is None or before is None or window != before + 1:
@@ -146,7 +169,7 @@ class Loader:
     def read(self, first_row: int) -> Batch:
         """The batch that starts with this row."""
         layout, length = self.stream.layout, self.length
-        rows = range(first_row + self.own[0], first_row + self.own[1])
+        rows = self.rows(first_row)[self.own[0] : self.own[1]]
         packed = np.zeros((len(rows), length + 1), layout.dtype)  # places that are not filled are no targets
         carries = np.zeros(len(rows), dtype=bool)
         for i, row in enumerate(rows):
@@ -164,21 +187,24 @@ class Loader:
         if self.config.workers == 0:
             while True:
                 batch = self.read(self.next_row)
-                self.next_row += self.batch_rows
+                self.next_row = self.row_after(self.next_row)
                 yield batch
         ahead: deque[Future[Batch]] = deque()
-        first = self.next_row  # of the batches ahead
+        first, skipped = self.next_row, self.skipped_rows  # of the batches ahead
+        last = first  # where the next one to read ahead starts
         pool = ThreadPoolExecutor(self.config.workers, thread_name_prefix="loader")
         try:
             while True:
-                if first != self.next_row:
+                if (first, skipped) != (self.next_row, self.skipped_rows):
                     while ahead:
                         ahead.popleft().cancel()
-                    first = self.next_row
+                    first, skipped = self.next_row, self.skipped_rows
+                    last = first
                 while len(ahead) < self.config.prefetch:
-                    ahead.append(pool.submit(self.read, first + len(ahead) * self.batch_rows))
+                    ahead.append(pool.submit(self.read, last))
+                    last = self.row_after(last)
                 batch = ahead.popleft().result()
-                first = self.next_row = first + self.batch_rows
+                first = self.next_row = self.row_after(first)
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -79,7 +79,14 @@ def open_data(
     loader = None
     if batches is None:
         stream = TokenStream(shards, "train")
-        loader = Loader(stream, config.data, config.batch_rows, next_row=progress.next_row, own=own)
+        loader = Loader(
+            stream,
+            config.data,
+            config.batch_rows,
+            next_row=progress.next_row,
+            own=own,
+            skipped_rows=progress.skipped_rows,
+        )
     rows = iter(loader) if loader else own_batches(batches, progress.step, config)
     ranges = tuple(_val_ranges(val, config.train.eval_tokens))
     return TrainingData(rows, loader, val, ranges, tokenizer_of(shards), (read_index(shards).end_token,))

@@ -38,16 +38,19 @@ from . import history, lora
 from .data import TrainingData
 from .display import Display
 from .fitting import rows_of, shrink
+from .guard import Guard, Judged
 from .metrics import MetricsFile, bits_per_byte
-from .optim import load_optimizer_tensors, optimizer_tensors, update
+from .optim import optimizer_tensors, update
 from .pace import Pace, Times
 from .passes import GraphedPass, Pass
 from .profiling import region
 from .recorder import Record, Recorder
+from .rollback import GoBack, diverged, go_back
 from .saver import Saver
-from .schedule import learning_rate
-from .start import Start, resume_command
+from .schedule import learning_rate, warmup_steps
+from .start import Start
 from .stopping import Stopper, StopRequested
+from .watchdog import Watchdog
 
 Found = TypeVar("Found")
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
@@ -57,9 +60,10 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
 class Step:
     """A finished step whose loss the device may still be computing."""
 
-    numbers: Numbers  # loss and gradient norm
+    numbers: Numbers  # loss, gradient norm, and whether it was skipped
     rate: float
     num_tokens: int
+    first_row: int  # of the data
     progress: Progress  # after the step
     waited: float  # seconds, for its rows
     times: Times | None = None  # among ranks
@@ -88,13 +92,15 @@ class Run:
     saver: Saver
     recorder: Recorder
     stopper: Stopper
+    guard: Guard
+    watchdog: Watchdog
     progress: Progress
     carried: State | None = None  # (rows of a batch) with data.carry_state
     unrecorded: Step | None = None  # the last step, on a GPU: recorded when the next one has begun
     clock: Moment | None = None  # when the last recorded step ended, or when the first one after a break began
     # Of the newest checkpoint on disk; step -1 where there is none.
     saved: Progress = dataclasses.field(default_factory=lambda: Progress(step=-1))
-    proven_step: int = -1  # the last step whose weights have given a finite loss
+    proven_step: int = -1  # the last step whose weights have given a good loss
     has_trained: bool = False  # whether a step was taken since the run was opened
     changed: Sequence[str] = ()  # settings, since the checkpoint
     origin: history.Origin = dataclasses.field(default_factory=dict)
@@ -129,6 +135,7 @@ class Run:
 
     def check_stop(self) -> None:
         """Between batches. Several ranks stop together (`_agree_to_stop`), not between the batches of a step."""
+        self.watchdog.alive()
         if self.world.is_one:
             self.stopper.check()
 
@@ -136,25 +143,32 @@ class Run:
 def loop(run: Run) -> Iterator[Record]:
     """Train to the end, or until told to stop; either way the last finished step is saved. Gives each record of
     metrics.jsonl when it is written. A caller that leaves the iteration stops the run."""
-    with run.stopper.listening(run.has_nothing_to_save), run.display.shown(), _finishing(run):
+    listening = run.stopper.listening(run.has_nothing_to_save)
+    with listening, run.display.shown(), run.watchdog.watching(), _finishing(run):
         try:
             while True:
-                _agree_to_stop(run)
-                if run.saver.is_ready:
+                try:
+                    _agree_to_go_on(run)
+                    if run.saver.is_ready:
+                        finish_save(run)
+                    evaluate_and_sample(run)
+                    if is_save_due(run):
+                        save(run, in_background=not run.is_done)
+                    if run.is_done:
+                        record_last_step(run)
+                        finish_save(run)
+                        tidy(run)
+                    run.watchdog.rest()
+                    yield from run.recorder.take()
+                    run.watchdog.alive()
+                    if run.is_done:
+                        return
+                    step(run)
+                except GoBack:
                     finish_save(run)
-                evaluate_and_sample(run)
-                if is_save_due(run):
-                    save(run, in_background=not run.is_done)
-                if run.is_done:
-                    record_last_step(run)
-                    finish_save(run)
-                    tidy(run)
-                yield from run.recorder.take()
-                if run.is_done:
-                    return
-                step(run)
+                    go_back(run)
         except (StopRequested, GeneratorExit):
-            save(run)
+            _save_unless_in_trouble(run)
             raise
 
 
@@ -176,11 +190,38 @@ def _finishing(run: Run) -> Iterator[None]:
     run.saver.close()
 
 
+def _agree_to_go_on(run: Run) -> None:
+    """A signal on any rank stops all of them, and bad steps that any rank has seen make all go back."""
+    is_stopped = not run.world.is_one and run.stopper.signal_name is not None
+    stopped, troubled = run.world.sums(float(is_stopped), float(run.guard.trouble is not None))
+    if stopped:
+        _stop(run)
+    if troubled:
+        raise GoBack
+
+
 def _agree_to_stop(run: Run) -> None:
     """A signal on any rank stops all of them, where all of them ask this."""
     if not run.world.is_one and any(run.world.sums(float(run.stopper.signal_name is not None))):
-        run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
-        raise StopRequested
+        _stop(run)
+
+
+def _stop(run: Run) -> None:
+    run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
+    raise StopRequested
+
+
+def _is_in_trouble(run: Run) -> bool:
+    """Whether the run must go back, after its last step, too. Ranks agree."""
+    record_last_step(run)
+    return any(run.world.sums(float(run.guard.trouble is not None)))
+
+
+def _save_unless_in_trouble(run: Run) -> None:
+    """Before the run ends. One that must go back does so when it goes on from its last checkpoint: it comes to the same
+    bad steps again."""
+    if not _is_in_trouble(run):
+        save(run)
 
 
 def _stop_if_asked(run: Run) -> None:
@@ -192,6 +233,7 @@ def _stop_if_asked(run: Run) -> None:
 def step(run: Run) -> None:
     """One optimizer step over a whole batch, in micro-batches."""
     config, progress = run.config, run.progress
+    run.watchdog.step(progress.step + 1)
     if run.unrecorded is None:
         run.clock = Moment(run.device)
     asked = time.perf_counter()
@@ -229,19 +271,23 @@ def step(run: Run) -> None:
     run.pace.mark()
     run.saver.before_update()
     try:
-        norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip, run.pace.mark)
+        clip, mark = config.optim.clip, run.pace.mark
+        norm, skipped = update(run.ranks, run.optimizer, run.scaler, rate, clip, loss, mark)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(f"AdamW's averages do not fit in the memory of {run.device}; take a smaller --model") from error
-    run.carried = states
+    run.carried = states and states.map(lambda memory: torch.where(skipped.bool(), 0, memory))  # they may not be finite
     num_tokens = batch.tokens.numel() * mesh.data_size
+    loader, next_row = run.data.loader, progress.next_row
+    rows = loader.rows(next_row) if loader else range(next_row, next_row + batch.num_rows)
     progress.step += 1
     progress.tokens += num_tokens
-    progress.next_row += batch.num_rows * mesh.data_size
-    numbers = Numbers(loss, norm)
+    progress.next_row = rows[-1] + 1
+    numbers = Numbers(loss, norm, skipped)
     record_last_step(run)
-    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress), run.pace.waited, run.pace.times())
+    after, pace = dataclasses.replace(progress), run.pace
+    run.unrecorded = Step(numbers, rate, num_tokens, rows[0], after, pace.waited, pace.times())
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
 
@@ -261,7 +307,7 @@ def _too_little_memory(run: Run, what: str, mend: str) -> UserError:
 def _save_what_is_done(run: Run) -> None:
     """Before an error ends the run. A run that has not begun leaves nothing, and one rank alone cannot save."""
     if run.progress.step and run.world.is_one:
-        save(run)
+        _save_unless_in_trouble(run)
 
 
 def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | None]:
@@ -306,7 +352,7 @@ def record_last_step(run: Run) -> None:
     step, run.unrecorded = run.unrecorded, None
     if step is None:
         return
-    loss, norm = step.numbers.read()  # sync point
+    loss, norm, skipped = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
     flops = run.config.training_flops() * step.num_tokens / run.world.size
@@ -326,53 +372,34 @@ def record_last_step(run: Run) -> None:
         "data_wait_seconds": step.waited,
         **run.pace.record(step.times, seconds),
     }
+    run.progress.skipped += round(skipped)
+    if run.progress.skipped:
+        record["skipped"] = run.progress.skipped
     if not run.has_trained:  # until now the config on disk was that of the step before
         if run.world.is_first:
             replace_json(run.folder / "config.json", run.config.to_json())
             history.note(run, step.progress.step - 1)
         run.has_trained = True
     run.recorder.write(record)
-    # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
-    if not math.isfinite(loss):
-        _set_unproven_aside(run)
-        raise _diverged(run, step.progress.step, "the loss is")
-    if not math.isfinite(norm) and not run.scaler.is_enabled():
-        raise _diverged(run, step.progress.step, "the gradient is")
-    run.proven_step = max(run.proven_step, step.progress.step - 1)
-    if run.saved_step == step.progress.step - 1:
+    warmup, rows = warmup_steps(run.total_steps, run.config.optim), (step.first_row, step.progress.next_row)
+    at, may_overflow = step.progress.step, run.scaler.is_enabled()
+    run.guard.judge(Judged(at, loss, rows, bool(skipped), may_overflow, in_warmup=at <= warmup))
+    if run.guard.num_bad:
+        return
+    run.proven_step = max(run.proven_step, at - 1)
+    if run.saved_step == at - 1:
         tidy(run)  # the checkpoint before it is no longer needed
 
 
-def _diverged(run: Run, step: int, what: str) -> RunError:
+def _diverged(run: Run, what: str) -> RunError:
     finish_save(run)
-    lower = min(run.config.optim.lr / 3, 1e-3)
-    again = f"Nothing was saved since step {run.saved_step:,}; go on from there"
-    if run.saved_step < 0:
-        again = "Nothing was saved yet; begin again"
-    return RunError(
-        f"training diverged: {what} not finite at step {step:,}. {again} with a lower learning rate "
-        f"(now {run.config.optim.lr:g}):\n"
-        f"  {resume_command(run.folder, run.world, f' --optim.lr {lower:.1g}')}"
-    )
-
-
-def _set_unproven_aside(run: Run) -> None:
-    """Set a checkpoint aside whose weights give no finite loss: no run can go on from it."""
-    finish_save(run)
-    if run.proven_step < run.saved_step:
-        folder = native.folder_of(run.folder, run.saved_step)
-        if not run.world.is_first:
-            return
-        place = native.set_aside(run.folder, [folder] if folder.is_dir() else [])
-        run.display.say(f"{folder.name} gives no finite loss; set aside in {place}")
-        saved = native.checkpoints(run.folder)
-        run.saved = Progress(step=native.step_of(saved[0]) if saved else -1)
+    return diverged(run, what)
 
 
 def _check_weights(run: Run) -> None:
     is_finite = all(parameter.isfinite().all() for parameter in run.ranks.parameters.values())
     if any(run.world.sums(float(not is_finite))):
-        raise _diverged(run, run.progress.step, "weights are")
+        raise _diverged(run, f"weights are not finite at step {run.progress.step:,}")
 
 
 def bits_per_byte_of(data: TokenStream | None, loss: float) -> float | None:
@@ -389,7 +416,8 @@ def evaluate_and_sample(run: Run) -> None:
     evaluates = run.data.val_ranges and _is_due(progress.step, config.train.eval_every, is_last)
     samples = _is_due(progress.step, config.track.sample_every, is_last)
     if evaluates or samples:
-        record_last_step(run)
+        if _is_in_trouble(run):
+            raise GoBack
         _check_weights(run)
     records = []
     if evaluates:
@@ -424,6 +452,7 @@ def _evaluate(run: Run) -> Record:
     assert run.data.val is not None
     rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
     run.display.doing("evaluating")
+    run.watchdog.pause("an evaluation")
     rows *= run.ranks.mesh.data_size
     batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
     padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
@@ -434,8 +463,9 @@ def _evaluate(run: Run) -> Record:
         result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
     run.display.doing("training")
     if not math.isfinite(result.loss):
-        raise _diverged(run, run.progress.step, "the validation loss is")
-    run.proven_step = run.progress.step
+        raise _diverged(run, f"the validation loss is not finite at step {run.progress.step:,}")
+    if not run.guard.num_bad:
+        run.proven_step = run.progress.step
     return {
         "type": "eval",
         "step": run.progress.step,
@@ -459,6 +489,7 @@ def _sample(run: Run) -> Iterator[Record]:
     model, data = run.model, run.data
     if data.tokenizer is None:
         return
+    run.watchdog.pause("sampling")
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
     try:
@@ -502,10 +533,12 @@ def save(run: Run, *, in_background: bool = False) -> None:
     """Write a checkpoint of the last finished step, unless there is one. It is on disk when this returns, or, in the
     background, after `finish_save`."""
     finish_save(run)
-    record_last_step(run)
+    if _is_in_trouble(run):
+        raise GoBack
     progress = dataclasses.replace(run.progress)
     if (progress.step, progress.looked_at) != (run.saved.step, run.saved.looked_at):
         run.display.doing("saving")
+        run.watchdog.pause("saving")
         _check_in_place(run)
         _check_weights(run)
         weights, beside = _weights(run)
@@ -524,6 +557,7 @@ def finish_save(run: Run) -> None:
     if run.saver.progress is None:
         return
     run.display.doing("saving")
+    run.watchdog.pause("saving")
     try:
         progress, folder = run.saver.finish()
     except (OSError, UserError):
@@ -555,11 +589,12 @@ def _weights(run: Run) -> tuple[dict[str, Tensor | Sliced], Contents | None]:
 
 def tidy(run: Run) -> None:
     """Note which checkpoint is the best, and delete those that are no longer kept, as it was when the newest was saved:
-    a better one may not be on disk yet. One more is kept until the weights of the newest have given a finite loss."""
+    a better one may not be on disk yet. Those whose weights have not given a good loss yet are not counted."""
     saved, config = run.saved, run.config.checkpoint
     if not run.world.is_first:
         return
-    unproven = int(run.proven_step < saved.step and not run.is_done)
+    steps = [native.step_of(folder) for folder in native.checkpoints(run.folder)]
+    unproven = 0 if run.is_done else sum(step > run.proven_step for step in steps)
     best = saved.best_step if config.keep_best else None
     if best is not None and native.folder_of(run.folder, best).is_dir():
         replace_json(run.folder / "best.json", {"step": best, "loss": saved.best_loss})
@@ -572,18 +607,6 @@ def training_state(run: Run) -> TrainingState:
     optimizer, scaler = optimizer_tensors(run.ranks, run.optimizer), run.scaler.state_dict()
     rows = run.data.loader.fingerprint if run.data.loader else None
     metrics_bytes, config = run.metrics.length() if run.metrics else 0, run.config.to_json()
-    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config)
+    guard = run.guard.to_json()
+    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config, guard)
     return state if run.world.is_one else dataclasses.replace(state, placed=run.ranks.sliced_state)
-
-
-def restore(run: Run, state: TrainingState) -> None:
-    """Put the run where the state was taken. Its progress, data and metrics were opened there."""
-    load_optimizer_tensors(run.ranks, run.optimizer, state.optimizer)
-    if state.scaler:  # empty after a run without one
-        run.scaler.load_state_dict(dict(state.scaler))
-    if state.carried is not None:
-        run.carried = run.ranks.own_state(state.carried).map(lambda memory: memory.to(run.device))
-    if state.config["train"]["seed"] != run.config.train.seed:
-        torch.manual_seed(run.config.train.seed)
-    elif run.world.is_one:
-        restore_random_states(state.random, run.device)

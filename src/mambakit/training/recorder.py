@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Record = dict[str, Any]  # a line of metrics.jsonl, with `type`: train, eval or sample
+Record = dict[str, Any]  # a line of metrics.jsonl, with `type`: train, eval, sample or rollback
 
 
 class Recorder:

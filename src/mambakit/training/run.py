@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..checkpoint import CheckpointError, huggingface, load, native
+from ..checkpoint import CheckpointError, native
 from ..checkpoint.state import Progress, TrainingState
 from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, read_config, resolve
 from ..data.loader import Loader
@@ -33,13 +32,15 @@ from . import history, lora
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, check_tokenizer_spec, find_shards, open_data
 from .display import Display
 from .fitting import fitted, limit_memory, pass_of, try_out
+from .guard import Guard
 from .history import Origin
-from .loop import Run, loop, restore, save, tidy
+from .loop import Run, loop, save, tidy
 from .metrics import MetricsFile
 from .optim import make_optimizer
 from .pace import Pace
 from .profiling import profiled
 from .recorder import Recorder
+from .rollback import restore
 from .saver import Saver, check_background
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
@@ -47,10 +48,10 @@ from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
 from .trackers import check_installed
 from .tracking import tracked
+from .watchdog import Watchdog
+from .weights import first_weights
 
 CHOSEN_BY_MEMORY = {"train": {"micro_batch_rows": None, "recompute": "auto"}}
-# Settings of a model that its weights do not depend on.
-FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
 Layers = Sequence[Mapping[str, Any]]  # of settings, of which later ones win
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -103,7 +104,8 @@ def training_steps(
     init_from: str | Path | None = None,
     quiet: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval or sample.
+    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval,
+    sample or rollback.
 
     Breaking out of the loop saves the run. So does Ctrl-C, which then raises KeyboardInterrupt.
     """
@@ -269,34 +271,9 @@ def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> 
     if config.lora.is_on:
         lora.add_adapters(model, config.lora)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
-    weights = _first_weights(start, config)
-    if config.lora.is_on:
-        weights = lora.first_weights(model, weights, start.checkpoint, config.train.seed)
-    ranks.load(weights, device)
+    ranks.load(first_weights(start, config, model), device)
     model.train()
     return ranks
-
-
-def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
-    if start.checkpoint is not None:
-        loaded = huggingface.read(start.checkpoint, torch.float32)
-    else:
-        torch.manual_seed(config.train.seed)
-        drawn = MambaLM(config.model).state_dict()  # drawn even if weights are read: dropout uses the same generator
-        if start.init_from is None:
-            return drawn
-        loaded = load(start.init_from, dtype=torch.float32).model
-    mine, theirs = config.model.model_dump(), loaded.config.model_dump()
-    different = [
-        f"{name} is {theirs[name]} there and {value} in the config"
-        for name, value in mine.items()
-        if theirs[name] != value and name not in FREE_MODEL_SETTINGS
-    ]
-    if different:
-        raise CheckpointError(f"{start.weights} holds another model: {'; '.join(different)}")
-    if not all(parameter.isfinite().all() for parameter in loaded.parameters()):
-        raise CheckpointError(f"the weights of {start.weights} are not finite; start from another model")
-    return loaded.state_dict()
 
 
 def _assemble(
@@ -336,6 +313,9 @@ def _assemble(
         metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
     sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
+    is_proven = bool(changed) or progress.step in (0, progress.best_step)
+    guarded = state.guard if state and not changed else {}  # other settings may have other losses
+    guard = Guard.of(config.guard, guarded, progress.next_row, looks_for_spikes=not config.data.carry_state)
     run = Run(
         start, config, device, dtype, model, world, ranks,
         run_micro_batch=pass_of(config, ranks, scaler, dtype),
@@ -343,9 +323,10 @@ def _assemble(
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
         pace=Pace(world, device), saver=saver, recorder=Recorder(*sinks), stopper=Stopper(display.stopping),
         progress=progress, saved=dataclasses.replace(progress) if start.is_own else Progress(step=-1),
-        # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
-        # not finite may be due to these.
-        proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
+        guard=guard, watchdog=Watchdog(start.folder, world.rank, config.guard.hang_seconds),
+        # The weights are known to be good if they were the best, or the first. If settings have changed, a bad loss may
+        # be due to these. Else what was before the last good step is good.
+        proven_step=progress.step - (0 if is_proven else 1 + guard.num_bad),
         changed=changed, origin=origin,
     )  # fmt: skip
     try_out(run)
@@ -441,7 +422,8 @@ def _set_newer_aside(start: Start, state: TrainingState | None) -> None:
     folder, checkpoint = start.folder, start.checkpoint
     last = state.progress.step if state else -1
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
-    if place := native.set_aside(folder, newer):
+    if newer:
+        place = native.set_aside(folder, newer)
         say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
         for name in ("metrics.jsonl", history.NAME):
             if (folder / name).exists():
@@ -496,7 +478,7 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
         left = max(0, config.train.tokens - progress.tokens)
         return progress.step + -(-left // config.train.batch_tokens)
     assert config.train.epochs is not None
-    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.next_row)
+    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.rows_read)
     return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
 
 

@@ -62,13 +62,15 @@ class Follower:
         self._metrics, self._length = folder / "metrics.jsonl", length
         self._note_path = folder / FOLDER / f"{name}.json"
         self._note: trackers.Note = {}
-        self._news, self._is_ending = threading.Event(), threading.Event()
+        self._news, self._is_ending, self._goes_back = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wake(self, record: Record) -> None:
+        if record["type"] == "rollback":  # metrics.jsonl was cut before it
+            self._goes_back.set()
         self._news.set()
 
     def end(self) -> None:
@@ -83,7 +85,8 @@ class Follower:
 
     def _run(self) -> None:
         try:
-            self._follow()
+            while not self._follow():
+                self._keep({"bytes": 0})  # after the run went back: the tracker begins anew
         except Exception as error:  # whatever a library raises, the training goes on
             what = str(error).strip().splitlines()
             self._tell(
@@ -91,7 +94,9 @@ class Follower:
                 f"({type(error).__name__}{f': {what[0]}' if what else ''})"
             )
 
-    def _follow(self) -> None:
+    def _follow(self) -> bool:
+        """Until the end, or, with False, until the run has gone back."""
+        self._goes_back.clear()
         with contextlib.suppress(UserError):  # none yet, or damaged: the tracker begins anew
             self._note = read_json(self._note_path)
         done = min(int(self._note.get("bytes", 0)), self._length)
@@ -99,7 +104,7 @@ class Follower:
             self._keep({"bytes": done})  # other records will be there
         while self._metrics.stat().st_size <= done:  # a run that takes no step changes nothing
             if self._is_ending.is_set():
-                return
+                return True
             self._news.wait()
             self._news.clear()
         place = last_step(self._metrics, done)
@@ -114,6 +119,9 @@ class Follower:
             while True:
                 is_last = self._is_ending.is_set()  # before the file is read to its end
                 self._send(tracker, file)
+                if self._goes_back.is_set():
+                    tracker.close()
+                    return False
                 if is_last:
                     break
                 if time.monotonic() - noted_at > SECONDS_BETWEEN_NOTES:
@@ -124,15 +132,25 @@ class Follower:
                 self._news.clear()
             tracker.close()
             self._keep({"bytes": file.tell()})
+        return True
 
     def _send(self, tracker: trackers.Tracker, file: IO[bytes]) -> None:
         """Give the tracker all records that are there."""
-        while (line := file.readline()).endswith(b"\n"):
+        while not self._goes_back.is_set():
+            line = file.readline()
+            if not line.endswith(b"\n"):  # still being written
+                file.seek(-len(line), os.SEEK_CUR)
+                return
             began = time.perf_counter()
-            tracker.write(json.loads(line))
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if self._goes_back.wait(1.0):  # the file was cut just now
+                    return
+                raise
+            tracker.write(record)
             # The thread that trains needs the interpreter too.
             self._is_ending.wait(RESTS * (time.perf_counter() - began))
-        file.seek(-len(line), os.SEEK_CUR)  # a line that is still being written
 
     def _keep(self, values: trackers.Note) -> None:
         """Note something for the next time."""
