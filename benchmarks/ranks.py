@@ -62,7 +62,7 @@ def measure(config: ModelConfig, rows: int, length: int, way: str, steps: int) -
         begin = time.perf_counter()
         ranks.before_pass(is_last=True)
         loss, *_ = run(text[:, :-1].contiguous(), text[:, 1:].contiguous(), None, mask, counted)
-        update(ranks, optimizer, scaler, OPTIM.lr, OPTIM.clip)
+        update(ranks, optimizer, scaler, OPTIM.lr, OPTIM.clip, loss)
         losses.append(loss.item())  # sync point
         if step >= 4:
             seconds.append(time.perf_counter() - begin)
