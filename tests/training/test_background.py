@@ -321,7 +321,7 @@ def test_killed_while_a_checkpoint_is_written_the_one_before_stands(shards: Path
 def test_a_run_that_diverges_waits_for_its_checkpoint(
     shards: Path, tmp_path: Path, slow_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint in flight is that of the weights which give no finite loss: it is set aside."""
+    """The checkpoint in flight is that of the weights which give no good loss: it is set aside."""
     original = loop_module._accumulate
 
     def accumulate(run: Any, batch: Any, of_all: int) -> Any:
@@ -331,6 +331,7 @@ def test_a_run_that_diverges_waits_for_its_checkpoint(
     monkeypatch.setattr(loop_module, "_accumulate", accumulate)
     slow_disk(lambda step: time.sleep(0.5 if step == 6 else 0))
     config = settings(shards, train={"eval_every": 100}, checkpoint={"every": 3, "keep_last": 1})
+    config["guard"] = {"bad_steps": 1, "rollbacks": 0}
     with pytest.raises(RuntimeError, match="Nothing was saved since step 3"):
         train(config, out=tmp_path / "run")
     assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [3]
