@@ -81,8 +81,8 @@ def train(options: argparse.Namespace, backend: str, nudge: int) -> list[float]:
     stream = TokenStream(options.data, "train")
     batches = iter(Loader(stream, DataConfig(path=str(options.data), sequence_length=options.length), options.rows))
     pass_over = make_pass(
-        Ranks(model), torch.amp.GradScaler(enabled=False), dtype, shape=(options.rows, options.length), compiled=False,
-        graphed=True,
+        Ranks(model), torch.amp.GradScaler(enabled=False), dtype,
+        shapes=[(options.rows, options.length)], compiled=False, graphed=True,
     )  # fmt: skip
     losses = []
     for number in range(options.steps):

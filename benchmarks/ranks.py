@@ -49,7 +49,7 @@ def measure(config: ModelConfig, rows: int, length: int, way: str, steps: int) -
     ranks = ranks_of(config, way, device, dtype)
     ranks.model.backbone.recompute = "light" if on_gpu else "none"
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    run = make_pass(ranks, scaler, dtype, shape=(rows, length), compiled=False, graphed=way != "eager")
+    run = make_pass(ranks, scaler, dtype, shapes=[(rows, length)], compiled=False, graphed=way != "eager")
     optimizer = make_optimizer(ranks.parameters, OPTIM, device)
     random = torch.Generator(device).manual_seed(0)
     seconds, losses = [], []
@@ -62,7 +62,7 @@ def measure(config: ModelConfig, rows: int, length: int, way: str, steps: int) -
         begin = time.perf_counter()
         ranks.before_pass(is_last=True)
         loss, *_ = run(text[:, :-1].contiguous(), text[:, 1:].contiguous(), None, mask, counted)
-        update(ranks, optimizer, scaler, OPTIM.lr, OPTIM.clip)
+        update(ranks, optimizer, scaler, OPTIM.lr, OPTIM.clip, loss)
         losses.append(loss.item())  # sync point
         if step >= 4:
             seconds.append(time.perf_counter() - begin)

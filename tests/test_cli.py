@@ -90,6 +90,7 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
     needed = {
         "evaluate": "run",
         "generate": "run",
+        "lengthen": "run",
         "convert": "run",
         "report": "run tuned",
         "verify": "run",
@@ -133,6 +134,9 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
                 and "--init-from" not in words
             ):
                 words[words.index("run")] = f"run{len(list(tmp_path.iterdir()))}"
+        if words[0] == "lengthen":
+            words[words.index("--to") + 1] = "40"
+            words += ["--train.steps", "3"] if "--train.steps" not in words else []
         if words[0] == "convert" and (tmp_path / words[2]).exists():
             words[2] += "2"
         assert main(words) == 0, f"{command} (as {words})"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from runs import make_shards, metrics, settings, state_bytes
 from torch import Tensor
 
 from mambakit import ops
+from mambakit.config import resolve
 from mambakit.generate import generate_tokens
-from mambakit.parallel import Ranks
+from mambakit.parallel import Mesh, Ranks
+from mambakit.planning import memory
 from mambakit.training import passes
 from mambakit.training.passes import GraphedPass
 from mambakit.training.run import train
@@ -164,7 +168,7 @@ def test_both_graphs_use_the_same_memory() -> None:
     model = small_model("mamba2", d_model=256, num_layers=8).cuda().train()
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     run_micro_batch = passes.make_pass(
-        Ranks(model), scaler, torch.bfloat16, shape=(16, 512), compiled=False, graphed=True
+        Ranks(model), scaler, torch.bfloat16, shapes=[(16, 512)], compiled=False, graphed=True
     )
     assert isinstance(run_micro_batch, GraphedPass)
     tokens, targets = torch.randint(0, 50, (2, 16, 512), device="cuda")
@@ -249,3 +253,56 @@ def test_a_compiled_run_follows_the_plain_one(tmp_path: Path) -> None:
     for ours, plain in zip(metrics(tmp_path / "True"), metrics(tmp_path / "False"), strict=True):
         if ours["type"] == "train":
             assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-3)
+
+
+def test_a_run_fits_the_memory_it_may_use(tmp_path: Path) -> None:
+    """In a process of its own, which the limit is for."""
+    shards = make_shards(tmp_path)
+    words = [
+        "--data",
+        shards,
+        "--out",
+        tmp_path / "run",
+        "--model",
+        "mamba2-130m",
+        "--vram",
+        "4gb",
+        "--train.steps",
+        "4",
+    ]
+    words += ["--train.batch-tokens", 2**17, "--train.eval-every", 0, "--track.sample-every", 0]
+    done = subprocess.run(
+        [sys.executable, "-m", "mambakit", "train", *map(str, words)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the fastest that fits" in done.stderr and "tried on cuda" in done.stderr
+    assert "too much for the memory" not in done.stderr
+    config = resolve(json.loads((tmp_path / "run/config.json").read_text()))
+    assert config.train.micro_batch_rows is not None and config.train.recompute != "auto"
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    peak = max(json.loads(line)["memory_bytes"] for line in lines)
+    planned = memory(config, Mesh(), config.micro_batch_rows, config.train.recompute).total
+    assert 0.7 * 3.4 * 2**30 < peak < 3.4 * 2**30 and abs(planned / peak - 1) < 0.1, (peak, planned)
+
+
+def test_a_run_that_runs_out_of_memory_goes_on(tmp_path: Path) -> None:
+    """More rows than the limit allows are made fewer before the first step."""
+    shards = make_shards(tmp_path)
+    words = [
+        "--data",
+        shards,
+        "--out",
+        tmp_path / "run",
+        "--model",
+        "mamba2-130m",
+        "--vram",
+        "4gb",
+        "--train.steps",
+        "3",
+    ]
+    words += ["--train.batch-tokens", 2**17, "--train.micro-batch-rows", 128, "--train.recompute", "none"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mambakit", "train", *map(str, words)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "128 rows at once was too much for the memory" in done.stderr

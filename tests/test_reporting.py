@@ -596,6 +596,13 @@ def test_changed_settings_are_listed(tmp_path: Path) -> None:
     assert "Changes" not in _page(folder).texts["h2"]
 
 
+def test_where_a_run_went_back_is_listed(tmp_path: Path) -> None:
+    rollback = {"type": "rollback", "step": 2, "from_step": 5, "reason": "the loss is not finite", "rows": [24, 40]}
+    page = _page(_write(tmp_path / "run", [_train(1), _train(2), rollback, _train(3)]))
+    what = "went back to here from step 5: the loss is not finite; rows left out: [24, 40]"
+    assert page.row("2") == ["–", what]
+
+
 def test_a_run_that_went_back_forgets_what_was_changed_after(tmp_path: Path) -> None:
     again = {"step": 3, "device": "NVIDIA A100", "changed": ["optim.lr: 0.001 -> 0.01"]}
     page = _page(_with_history(_write(tmp_path / "run", [_train(1)]), [*HISTORY, again]))
@@ -618,3 +625,40 @@ def test_samples_of_an_evaluation_are_shown(tmp_path: Path) -> None:
     good = {"checkpoint": "c", "results": [], "samples": [{"prompt": "def ", "text": "f():"}, "odd", {"text": HOSTILE}]}
     page = _page(_write(tmp_path / "run", [_train(1)], evaluations=[good, {"samples": 3}]))
     assert "<pre><b>def </b>f():</pre>" in page.source and page.texts["pre"] == ["def f():", HOSTILE]
+
+
+def _bins(*perplexities: float) -> list[dict[str, Any]]:
+    edges = [0, 64, 128, 256, 512][: len(perplexities) + 1]
+    return [
+        {"begin": begin, "end": end, "targets": 10, "loss": math.log(value), "perplexity": value}
+        for begin, end, value in zip(edges, edges[1:], perplexities, strict=False)
+    ]
+
+
+def test_perplexity_by_position_is_drawn_and_listed(tmp_path: Path) -> None:
+    run = _write(tmp_path / "long", [_train(1)])
+    measured = {
+        "trained_length": 64,
+        "source": HOSTILE,
+        "before": _bins(7.9, 16.7, 28.6),
+        "after": _bins(5.3, 4.9, 4.8),
+    }
+    (run / "positions.json").write_text(json.dumps(measured))
+    page = render([read_run(run), read_run(_write(tmp_path / "plain", [_train(1)]))])
+    drawing = re.search(r'<figure id="positions">(<svg.*</svg>)', page)
+    assert drawing is not None and HOSTILE not in page
+    heights = {
+        kind: [float(dot.get("cy", "nan")) for dot in ElementTree.fromstring(drawing[1]).iter("circle") if kind in dot.get("class", "")]
+        for kind in ("raw", "line")
+    }  # fmt: skip
+    assert heights["raw"] == sorted(heights["raw"], reverse=True) and len(heights["raw"]) == 3, "y grows downwards"
+    assert max(heights["raw"]) < min(heights["line"])
+    assert "<td>28.6000</td><td>4.8000</td>" in page
+    assert "Perplexity by position" not in render([read_run(tmp_path / "plain")])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"before": 7}', '{"before": [{"begin": "a"}, 3], "after": [{}]}'])
+def test_a_broken_measurement_is_left_out(text: str, tmp_path: Path) -> None:
+    run = _write(tmp_path / "long", [_train(1)])
+    (run / "positions.json").write_text(text)
+    assert "Perplexity by position" not in render([read_run(run)])

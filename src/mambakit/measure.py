@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -10,7 +11,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,42 @@ def peak_memory(device: torch.device, hidden_bytes: int = 0) -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that this process may still take: of the machine, and of the control groups that it is in,
+    as jobs of Slurm and containers are. Half of the machine's where only that is known."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        machine = 1024 * int(re.findall(r"MemAvailable: *(\d+)", text)[0])
+    except (OSError, ValueError, IndexError):
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        except (AttributeError, ValueError, OSError):  # Windows
+            return None
+    return max(0, min([machine, *_free_in_groups()]))
+
+
+def _free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """What is left of the limit of each control group, in both versions. Pages of files can be taken back."""
+    names = {
+        "": (root, "memory.max", "memory.current", "inactive_file"),
+        "memory": (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    with contextlib.suppress(OSError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            _, controllers, place = line.split(":", 2)
+            for kind in {"", "memory"} & set(controllers.split(",")):
+                top, limit, used, pages = names[kind]
+                group = top / place.lstrip("/")
+                for folder in [group, *group.parents]:
+                    with contextlib.suppress(OSError, ValueError, IndexError):
+                        taken = int((folder / used).read_text(encoding="ascii"))
+                        stat = (folder / "memory.stat").read_text(encoding="ascii")
+                        taken -= int(re.findall(rf"^{pages} (\d+)", stat, re.MULTILINE)[0])
+                        yield int((folder / limit).read_text(encoding="ascii")) - taken
+                    if folder == top:
+                        break
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

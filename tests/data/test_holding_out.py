@@ -51,7 +51,7 @@ def test_documents_end_where_their_parts_say() -> None:
     parts = [TextPart("a", ends=False), TextPart("b"), TextPart("c"), TextPart("d", ends=False)]
     found = _split(parts, 0.0, has_records=True)
     assert [data for _, data in found] == [b"ab", b"c", b"d"]
-    assert all(piece == SplitPiece("train", True, True, True) for piece, _ in found)
+    assert [piece for piece, _ in found] == [SplitPiece("train", True, True, True, 0, number) for number in range(3)]
 
 
 def test_what_is_not_learned_is_a_piece_of_its_own() -> None:

@@ -336,3 +336,36 @@ def test_a_mix_that_cannot_be(tmp_path: Path, config: dict[str, Any], message: s
     folder = _sources(tmp_path, {"a": 80, "b": 16})
     with pytest.raises((ShardError, ConfigError), match=message):
         Loader(TokenStream(folder, "train"), DataConfig(**config), 4)
+
+
+def test_rows_that_are_left_out_are_passed_by(stream: TokenStream) -> None:
+    """In stretches that need not fit the batches; one after another; and where the next row lies in one."""
+    loader = _loader(stream, 4, 3)
+    loader.skipped_rows = ((8, 9), (2, 7))
+    assert [loader.rows(row) for row in (0, 3, 8)] == [[0, 1, 7], [7, 9, 10], [9, 10, 11]]
+    assert loader.row_after(0) == 8 and loader.row_after(8) == 12
+    plain = _loader(stream, 4, 1)
+    for batch, rows in zip(loader, ([0, 1, 7], [9, 10, 11], [12, 13, 14]), strict=False):
+        for at, row in enumerate(rows):
+            _assert_equal(batch.rows(at, at + 1), plain.read(row))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_may_be_left_out_from_the_middle_of_an_iteration(stream: TokenStream, workers: int) -> None:
+    """Batches that were read ahead are dropped, also where the next row stays the same."""
+    loader = _loader(stream, 4, 2, workers=workers)
+    batches = iter(loader)
+    next(batches)
+    loader.skipped_rows = ((2, 6),)
+    _assert_equal(next(batches), _loader(stream, 4, 2).read(6))
+    assert loader.next_row == 8
+    loader.next_row = 0
+    assert [next(batches).num_rows for _ in range(2)] == [2, 2] and loader.next_row == 8
+
+
+def test_no_state_is_carried_over_rows_that_are_left_out(tmp_path: Path) -> None:
+    stream = _stream(tmp_path / "shards", (1000,))
+    loader = _loader(stream, 10, 2, carry_state=True)
+    assert loader.read(6).carries.any()
+    loader.skipped_rows = ((4, 6),)
+    assert not loader.read(6).carries.any() and loader.read(8).carries.any()

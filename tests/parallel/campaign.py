@@ -36,9 +36,9 @@ import torch
 import torch.distributed.fsdp
 from runs import make_shards, metrics, settings, state_bytes
 
-from mambakit import launch
 from mambakit.checkpoint import native
 from mambakit.cli import main as mambakit
+from mambakit.launch import local as launch
 from mambakit.training import loop, run
 from mambakit.training.stopping import StopRequested
 from mambakit.verify import verify
@@ -57,6 +57,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"shard": "optimizer", "tp": 2},
     ],
 }  # fmt: skip
+# "saving" is where training waits; a plain process writes its checkpoints in another thread, and trains meanwhile.
 PHASES = ("starting", "training", "evaluating", "sampling", "saving", "deleting", "ending")
 # When a rank is killed: after some time from its start, or in a phase, or before one of its writes to the run folder.
 MOMENTS = {"starting": 3, "training": 3, "evaluating": 2, "sampling": 1, "saving": 3, "write": 5}
@@ -81,6 +82,10 @@ class Rank:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    @property
+    def returncode(self) -> int | None:
         return self.status
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -191,7 +196,9 @@ def start(size: int, words: list[str], log: Path, in_rank: Callable[[int], None]
 
 def wait_for(ranks: list[Rank]) -> int:
     """As `mambakit train --gpus` does: where one has failed, the others get some time, and are then ended."""
-    return launch._wait(ranks)  # type: ignore[arg-type]
+    waiting = launch.Ranks(len(ranks))
+    waiting.processes = ranks  # type: ignore[assignment]
+    return waiting._wait()
 
 
 def undisturbed(size: int, words: list[str], log: Path) -> None:
@@ -345,15 +352,21 @@ def sweep(folder: Path, config: Path) -> dict[str, int]:
     stopped = folder / "stopped"
     wait_for(start(0, [*words, "--out", str(stopped)], folder / "stopped.txt", stop_before_evaluation))
     cases = [("new", 0, 0), ("new", 2, 0), ("new", 2, 1), ("stopped", 0, 0), ("stopped", 2, 0)]
-    return {
+    found = {
         f"{name}, {size} ranks, rank {victim}": sweep_case(
             folder, words, stopped if name == "stopped" else None, size, victim
         )
         for name, size, victim in cases
     }
+    for background in ("true", "false"):  # four steps, so that the first checkpoints are not waited for
+        longer = [*words, "--train.steps=4", "--train.eval-every=100", f"--checkpoint.background={background}"]
+        place = folder / f"background-{background}"
+        place.mkdir()
+        found[f"new, background {background}"] = sweep_case(place, longer, None, 0, 0, steps=4)
+    return found
 
 
-def sweep_case(folder: Path, words: list[str], begun: Path | None, size: int, victim: int) -> int:
+def sweep_case(folder: Path, words: list[str], begun: Path | None, size: int, victim: int, steps: int = 2) -> int:
     for number in itertools.count(1):
         place = folder / f"{begun.name if begun else 'new'}-{size}-{victim}-{number}"
         if begun:
@@ -371,9 +384,9 @@ def sweep_case(folder: Path, words: list[str], begun: Path | None, size: int, vi
             if ranks[victim].status != -signal.SIGKILL:  # it has no such write
                 return number - 1
             undisturbed(size, again, log)
-            check(place, 2)
-            if [record["step"] for record in metrics(place) if record["type"] == "train"] != [1, 2]:
-                raise Broken("both steps must be recorded once")
+            check(place, steps)
+            if [record["step"] for record in metrics(place) if record["type"] == "train"] != [*range(1, steps + 1)]:
+                raise Broken("each step must be recorded once")
         except Broken as error:
             raise Broken(f"rank {victim} was killed before write {number}, in {place}: {error}") from None
     raise AssertionError

@@ -49,7 +49,7 @@ def gradients(case: str, config: ModelConfig, *, graphed: bool) -> dict[str, Ten
     """After two steps of some passes each; weights change in between, as an optimizer would change them."""
     ranks = laid_out(case, config)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
-    run = make_pass(ranks, scaler, torch.bfloat16, shape=(ROWS, LENGTH), compiled=False, graphed=graphed)
+    run = make_pass(ranks, scaler, torch.bfloat16, shapes=[(ROWS, LENGTH)], compiled=False, graphed=graphed)
     random = torch.Generator(DEVICE).manual_seed(1)
     found: dict[str, Tensor] = {}
     for step in range(2):

@@ -21,7 +21,7 @@ from mambakit.config import resolve
 from mambakit.device import choose_dtype, choose_recompute
 from mambakit.parallel import Ranks, World, cross_entropy, mesh_of, parallelize
 from mambakit.parallel.places import local_part
-from mambakit.training.loop import _accumulate, _agree_to_stop
+from mambakit.training.loop import _accumulate, _agree_to_go_on
 from mambakit.training.optim import make_optimizer, update
 from mambakit.training.pace import Pace
 from mambakit.training.passes import make_pass
@@ -54,7 +54,7 @@ CALLERS = (
     ("parallel/ranks", "sum_", "loss"),
     ("parallel/ranks", "clip", "clip"),
     ("training/pace", "begin", "targets and pace"),
-    ("training/loop", "_agree_to_stop", "agreement on stopping"),
+    ("training/loop", "_agree_to_go_on", "agreement to go on"),
     ("parallel/cross_entropy", "", "cross entropy"),
     ("parallel/context", "", "context-parallel states"),
     ("parallel/tensor", "", "tensor-parallel sums"),
@@ -115,25 +115,25 @@ def train_counted(settings: Any, local_size: int, counts: Counts, store: Any) ->
     optimizer = make_optimizer(ranks.parameters, config.optim, device)
     run = types.SimpleNamespace(
         config=config, device=device, ranks=ranks, model=model, world=world, carried=None, check_stop=lambda: None,
-        stopper=types.SimpleNamespace(signal_name=None), progress=Progress(),
-        run_micro_batch=make_pass(ranks, scaler, dtype, shape=(1, 1), compiled=False, graphed=False),
+        stopper=types.SimpleNamespace(signal_name=None), guard=types.SimpleNamespace(trouble=None),
+        progress=Progress(), run_micro_batch=make_pass(ranks, scaler, dtype, shapes=[], compiled=False, graphed=False),
     )  # fmt: skip
     steps, pace = [], Pace(world, device)
     whole = _whole_gradients(model, ranks)
     for number in range(2):
         counts.clear()
-        _agree_to_stop(run)  # type: ignore[arg-type]
+        _agree_to_go_on(run)  # type: ignore[arg-type]
         own = make_batch(number)
         own = own.rows(*ranks.rows_of(own.num_rows))
         num_targets = pace.begin(own.num_targets, 0.0, mesh.tp * mesh.cp)
         assert num_targets == make_batch(number).num_targets
-        _accumulate(run, own, num_targets)  # type: ignore[arg-type]
+        loss, _ = _accumulate(run, own, num_targets)  # type: ignore[arg-type]
         found = {
             "parameters": stored_bytes(model.parameters()),
             "gradients": stored_bytes(parameter.grad for parameter in model.parameters()),
         }
         found["summed_later"] = max(whole, default=0)
-        update(ranks, optimizer, scaler, 1e-3, config.optim.clip)
+        update(ranks, optimizer, scaler, 1e-3, config.optim.clip, loss)
         found["optimizer"] = stored_bytes(t for state in optimizer.state.values() for t in state.values())
         found["count"] = sum(parameter.numel() for parameter in ranks.parameters.values())
         steps.append({"held": found, "handed": {purpose: list(found) for purpose, found in counts.items()}})

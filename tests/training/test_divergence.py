@@ -1,4 +1,4 @@
-"""Numbers that are no numbers: they end a run, and never take the place of a good checkpoint."""
+"""Runs that diverge end, although they have gone back: their numbers never take the place of a good checkpoint."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_a_first_step_that_diverges_leaves_the_best_where_it_is(
         return torch.tensor(math.nan, dtype=torch.float64), None
 
     monkeypatch.setattr(loop_module, "_accumulate", spoiled)
-    with pytest.raises(RunError, match="the loss is not finite at step 13. Nothing was saved since step 12"):
+    with pytest.raises(
+        RunError, match="the loss is not finite at step 17, .* back 3 times.* Nothing was saved since step 12"
+    ):
         train({"train": {"steps": 20}, **sections}, out=run, resume=True)
     assert native.find(run).name == "step_00000012"
 
@@ -100,7 +102,7 @@ def test_the_weights_that_a_run_began_with_are_never_set_aside(
 
     monkeypatch.setattr(loop_module, "_accumulate", no_number)
     config = {**settings(shards), "model": {}}
-    with pytest.raises(RunError, match="the loss is not finite at step 1"):
+    with pytest.raises(RunError, match="the loss is not finite at step 5, "):
         train(config, out=tmp_path / "run", init_from=finished)
     assert [native.step_of(folder) for folder in native.checkpoints(tmp_path / "run")] == [0]
 

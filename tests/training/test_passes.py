@@ -10,7 +10,7 @@ import torch
 from runs import make_shards, metrics, settings, state_bytes
 
 from mambakit.files import UserError
-from mambakit.training import loop, run
+from mambakit.training import fitting, loop
 from mambakit.training.passes import GraphedPass, make_pass
 from mambakit.training.run import train
 
@@ -25,7 +25,7 @@ class Captured(GraphedPass):
         return True
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._plain(*inputs)
+        return self.plain(*inputs)
 
     def release(self) -> None:
         type(self).released += 1
@@ -46,10 +46,10 @@ def test_an_evaluation_that_finds_no_room_takes_that_of_the_passes(
         return score(*arguments, **options)
 
     def make(ranks: Any, *arguments: Any, **options: Any) -> Any:
-        return Captured(make_pass(ranks, *arguments, **options), ranks, (4, 32))
+        return Captured(make_pass(ranks, *arguments, **options), ranks, [(4, 32)])
 
     monkeypatch.setattr(loop, "score", score_in_a_small_memory)
-    monkeypatch.setattr(run, "make_pass", make)
+    monkeypatch.setattr(fitting, "make_pass", make)
     train(settings(shards), out=tmp_path / "small")
     assert calls == 4 and Captured.released == 1
     assert metrics(tmp_path / "small") == metrics(tmp_path / "plain")

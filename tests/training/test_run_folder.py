@@ -187,10 +187,12 @@ def _wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_the_run_can_go_on(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    background: bool, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(settings(shards), out=tmp_path / "whole")
+    config = settings(shards, checkpoint={"background": background})
+    train(config, out=tmp_path / "whole")
     original = checkpoint_files.write_weights
 
     def full(path: Path, weights: Any) -> None:
@@ -201,11 +203,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_the_run_can_go_on(
 
     monkeypatch.setattr(checkpoint_files, "write_weights", full)
     with pytest.raises(NoSpaceError, match="no space left on the disk of"):
-        train(settings(shards), out=tmp_path / "run")
+        train(config, out=tmp_path / "run")
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} >= {"step_00000006"}
     assert not list(verify(tmp_path / "run"))
     monkeypatch.undo()
-    train(settings(shards), out=tmp_path / "run", resume=True)
+    train(config, out=tmp_path / "run", resume=True)
     assert state_bytes(tmp_path / "run", 12) == state_bytes(tmp_path / "whole", 12)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 

@@ -105,13 +105,13 @@ class Trainer:
             model.backbone.recompute = plan.recompute
             ways: dict[str, Any] = {"compiled": plan.compiled, "graphed": plan.graphed}
             self.ranks, shape = Ranks(model), (plan.rows, plan.length)
-            self.run_micro_batch = make_pass(self.ranks, self.scaler, plan.dtype, shape=shape, **ways)
+            self.run_micro_batch = make_pass(self.ranks, self.scaler, plan.dtype, shapes=[shape], **ways)
         self.optimizer = make_optimizer(self.ranks.parameters, OPTIM, plan.device)
 
     def step(self, batch: RandomBatch) -> Tensor:
         """Run one step. Gives the loss, still on the device."""
         loss, *_ = self.run_micro_batch(*batch)
-        update(self.ranks, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip)
+        update(self.ranks, self.optimizer, self.scaler, OPTIM.lr, OPTIM.clip, loss)
         return loss
 
 

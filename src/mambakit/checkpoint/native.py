@@ -60,15 +60,18 @@ def snapshot(
     tokenizer: Tokenizer | None,
     end_tokens: Sequence[int],
     state: TrainingState,
+    beside: Contents | None = None,
 ) -> Contents:
-    """The files of a checkpoint, not written yet. Its tensors are those of the run, which go on changing."""
+    """The files of a checkpoint, not written yet, with others `beside` them. Its tensors are those of the run, which go
+    on changing."""
     files = huggingface.contents(model, parameters, tokenizer, end_tokens)
     if state.averaged is not None:
         files = files.with_folder(AVERAGED, huggingface.contents(model, state.averaged, tokenizer, end_tokens))
+    more = beside or Contents({}, {}, {})
     return Contents(
-        {**files.json, str(STATE): state.values(), str(CONFIG): state.config},
-        files.text,
-        {**files.tensors, str(OPTIMIZER): state.optimizer, str(TENSORS): state.tensors()},
+        {**files.json, **more.json, str(STATE): state.values(), str(CONFIG): state.config},
+        {**files.text, **more.text},
+        {**files.tensors, **more.tensors, str(OPTIMIZER): state.optimizer, str(TENSORS): state.tensors()},
     )
 
 
@@ -196,10 +199,8 @@ def read_state(folder: Path) -> TrainingState:
         raise CheckpointError(f"{folder / STATE} is no training state: {error!r}") from None
 
 
-def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
+def set_aside(run: Path, folders: Sequence[Path]) -> Path:
     """Move checkpoints into a folder of their own, where no run looks for them; nothing is deleted."""
-    if not folders:
-        return None
     places = (run / "set-aside" / f"{number:03d}" for number in itertools.count(1))
     place = next(place for place in places if not place.exists())
     place.mkdir(parents=True)
@@ -208,14 +209,14 @@ def set_aside(run: Path, folders: Sequence[Path]) -> Path | None:
     return place
 
 
-def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | None) -> None:
-    """Delete checkpoints that no rule keeps. Renamed first, so that a kill half-way leaves no half checkpoint."""
+def retain(run: Path, keep_last: int, keep_every: int | None, best_step: int | None) -> list[Path]:
+    """Rename checkpoints that no rule keeps, and give them to be deleted: a kill half-way leaves no half checkpoint."""
+    doomed = []
     for folder in checkpoints(run)[keep_last:]:
         step = step_of(folder)
         if step != best_step and not (keep_every and step % keep_every == 0):
-            doomed = folder.with_name(f".{folder.name}.deleted")
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            doomed.append(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+    return doomed
 
 
 def remove_abandoned(run: Path) -> None:

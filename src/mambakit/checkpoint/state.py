@@ -28,6 +28,16 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    rollbacks: int = 0
+    skipped_rows: tuple[tuple[int, int], ...] = ()  # of the data: begin and end of each stretch that is left out
+
+    @property
+    def rows_read(self) -> int:
+        """How many rows the run has taken."""
+        return self.next_row - sum(
+            min(end, self.next_row) - min(begin, self.next_row) for begin, end in self.skipped_rows
+        )
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class TrainingState:
     fingerprint: str | None  # of the data and the order of its rows
     metrics_bytes: int  # length of metrics.jsonl
     config: Mapping[str, Any]  # the resolved config of the run
+    guard: Mapping[str, Any]  # what training/guard.py knows of the last steps
     averaged: Mapping[str, Any] | None = None  # weights by name, with optim.ema
     placed: Callable[[str, Tensor], Tensor | Sliced] = lambda name, tensor: tensor  # with its place on several ranks
 
@@ -57,6 +68,7 @@ class TrainingState:
             "fingerprint": self.fingerprint,
             "metrics_bytes": self.metrics_bytes,
             "scaler": self.scaler,
+            "guard": self.guard,
         }
 
     @classmethod
@@ -70,8 +82,10 @@ class TrainingState:
     ) -> TrainingState:
         """The state whose `tensors` and `values` these are."""
         numbers = {field.name: values[field.name] for field in dataclasses.fields(Progress) if field.name in values}
+        numbers["skipped_rows"] = tuple((begin, end) for begin, end in values.get("skipped_rows", ()))
         parts = Progress(**numbers), optimizer, _part("random", tensors), _carried(_part("carried", tensors))
-        return cls(*parts, values["scaler"], values.get("fingerprint"), values["metrics_bytes"], config, averaged)
+        scaler, rows, length = values["scaler"], values.get("fingerprint"), values["metrics_bytes"]
+        return cls(*parts, scaler, rows, length, config, values.get("guard", {}), averaged)
 
 
 def _part(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

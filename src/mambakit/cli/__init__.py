@@ -14,17 +14,21 @@ import tyro
 from .. import __version__
 from ..files import RunError, UserError, is_full, is_out_of_memory
 from ..progress import say
+from ..signals import STOPPED_AFTER_SAVING, Stopped
 from . import flags
 from .cluster import launch
-from .commands import bench_ops, bench_train, convert, evaluate, generate, prepare, report, train, verify
+from .commands import bench_ops, bench_train, convert, evaluate, generate, info, prepare, report, train, verify
+from .lengthen import lengthen
 from .output import print_line
 from .plan import plan
 
-FUNCTIONS = (prepare, train, plan, launch, evaluate, generate, convert, report, verify, bench_ops, bench_train)
+FUNCTIONS = (
+    prepare, train, lengthen, plan, launch, evaluate, generate, convert, report, info, verify, bench_ops, bench_train,
+)  # fmt: skip
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
-PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline")
+PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text")
 NAMED = (*PATHS, "--model", "--recipe", "--tokenizer", "--container", "--time", "--mount")
 
 
@@ -62,13 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         say(f"mambakit: there is too little memory ({why}); take smaller batches or a smaller model")
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         kept = {
             "prepare": "; what is done is kept, and the same command goes on from there",
             "train": "; the same command with --resume goes on",
+            "lengthen": "; the same command goes on",
         }.get(arguments[0], "")
-        say(f"mambakit: interrupted{kept}")
-        return 130
+        is_asked = isinstance(error, Stopped)
+        say(f"mambakit: {f'stopped by {error}' if is_asked else 'interrupted'}{kept}")
+        return STOPPED_AFTER_SAVING if is_asked else 130
     except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         say(f"mambakit: {error.filename}: {error.strerror}")
         return 2

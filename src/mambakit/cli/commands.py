@@ -122,11 +122,13 @@ def train(
     data: Annotated[Words, UseAppendAction, flag(metavar="PATH")] = (),
     model: Annotated[str | None, flag("a model by name, such as tiny, small or mamba2-130m", "PRESET")] = None,
     recipe: Annotated[str | None, flag("default, fast, careful, laptop, or paper-130m … paper-1.4b", "NAME")] = None,
+    vram: Annotated[str | None, flag("memory of the GPU to fit, such as 24gb; what is free unless set", "SIZE")] = None,
     out: Annotated[Path | None, flag("the run folder; runs/DATE_TIME unless set", "RUN")] = None,
     resume: Annotated[tuple[str, ...] | None, flag(metavar="[CHECKPOINT]")] = None,
     init_from: Annotated[Path | None, flag("start with the weights of another model or run", "CHECKPOINT")] = None,
     write_config: Annotated[Path | None, flag("write the resolved config, and stop", "FILE")] = None,
     gpus: Annotated[int | None, flag("start so many ranks, one for each GPU; without GPUs, on the CPU", "N")] = None,
+    profile: Annotated[bool, flag("write a trace of three steps, and say where their time went")] = False,
     json: Json = False,
     settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
 ) -> int:
@@ -141,6 +143,7 @@ def train(
       mambakit train --resume --out run
       mambakit train --resume --out run --train.steps 4000
       mambakit train --data shards --out tuned --init-from run --optim.lr 1e-4
+      mambakit train --data letters/ --out adapted --init-from run --lora.rank 16
       mambakit train --data shards --model mamba-130m --recipe paper-130m --write-config run.yaml
 
     Args:
@@ -163,6 +166,7 @@ def train(
     named: dict[str, Any] = {"recipe": recipe} if recipe is not None else {}
     named |= {"model": {"preset": model}} if model else {}
     named |= {"data": {"path": sources}} if sources else {}
+    named |= {"train": {"vram": vram}} if vram is not None else {}
     file = read_config(path_of(config)) if config is not None else {}
     layers: list[Mapping[str, Any]] = [file, named, flags.typed_settings(settings)]
     if resume is not None and (len(resume) > 1 or "" in resume):
@@ -171,10 +175,11 @@ def train(
         if resume is not None:
             raise ConfigError("--write-config writes the config of a new run; leave out --resume")
         return _write_config(write_config, layers, init_from, out)
+    from ..signals import STOPPED_AFTER_SAVING
     from ..training.run import train_layers
-    from ..training.stopping import STOPPED_AFTER_SAVING
 
-    result = train_layers(layers, out=out, resume=resume is not None and (resume or (True,))[0], init_from=init_from)
+    go_on = resume is not None and (resume or (True,))[0]
+    result = train_layers(layers, out=out, resume=go_on, init_from=init_from, profile=profile)
     if json and result.is_first:
         reached = {name: getattr(result, name) for name in ("step", "total_steps", "best_loss", "stopped_by")}
         print_json({"run": str(result.folder), **reached, "checkpoint": str(result.checkpoint)})
@@ -364,6 +369,41 @@ def report(
 
     print_line(f"written to {draw(run, out)}")
     return 0
+
+
+def info(
+    path: Annotated[Positional[tuple[Path, ...]], flag("shard folders, checkpoints, runs and model folders", "PATH")],
+    /,
+    json: Json = False,
+) -> int:
+    """Say what a folder is: its model, its data, how far a run has come. Reads no weights; see verify.
+
+    For example:
+      mambakit info shards
+      mambakit info run run/checkpoints/step_00000100 --json
+    """
+    from ..info import info as look
+
+    if not path:
+        raise ConfigError("there is nothing to look at; name shard folders, checkpoints, runs or model folders")
+    found = {str(folder): look(folder) for folder in map(path_of, path)}
+    if json:
+        print_json(found)
+        return 0
+    for name, facts in found.items():
+        print_line(f"{name}: {facts['kind']}")
+        for fact, value in facts.items():
+            if fact != "kind" and value is not None:
+                print_line(f"  {fact.replace('_', ' '):<18} {_readable(value)}")
+    return 0
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_readable(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def verify(

@@ -62,7 +62,7 @@ def _plain(value: Any) -> str:
 def _metavar(annotation: Any) -> str:
     parts = (annotation, *get_args(annotation))
     if choices := [part for part in parts if get_origin(part) is Literal]:
-        return "{" + ",".join(get_args(choices[0])) + "}"
+        return "{" + ",".join((*get_args(choices[0]), *(("true", "false") if bool in parts else ()))) + "}"
     if get_origin(annotation) is tuple and Ellipsis not in parts:
         return " ".join(_metavar(get_args(part)[0] if get_args(part) else part) for part in get_args(annotation))
     names = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}

@@ -18,7 +18,7 @@ from .flags import Json, SettingsFlags, flag
 from .output import print_json, print_line
 
 if TYPE_CHECKING:
-    from ..planning import Report
+    from ..planning import Cards, Report
 
 GIB = 2**30
 
@@ -28,7 +28,11 @@ def plan(
     /,
     model: Annotated[str | None, flag("a model by name, such as mamba2-1.3b", "PRESET")] = None,
     recipe: Annotated[str | None, flag("as for train", "NAME")] = None,
-    ranks: Annotated[int | None, flag("of the layout that the settings name; one machine unless set", "N")] = None,
+    vram: Annotated[
+        str | None, flag("memory of the GPU to fit, such as 24gb; a table of cards unless set", "SIZE")
+    ] = None,
+    dollars_per_hour: Annotated[float | None, flag("price of a GPU, for the cost of the run", "X")] = None,
+    ranks: Annotated[int | None, flag("GPUs; one, or a machine if the settings name a layout", "N")] = None,
     gpus_per_node: Annotated[int, arg(help="GPUs of a machine")] = 8,
     tokens_per_second: Annotated[float | None, flag("of one GPU; unless set, of our H200 records", "X")] = None,
     link: Annotated[float, arg(metavar="GB/s", help="of a GPU to others of its machine")] = 450.0,
@@ -37,13 +41,16 @@ def plan(
     json: Json = False,
     settings: Annotated[SettingsFlags, arg(name="")] = {},  # noqa: B006 - never changed
 ) -> int:
-    """Compute what a layout of ranks holds and communicates, and how fast layouts would train on up to 4,096 GPUs.
+    """Compute what a run takes before it begins: memory by part, time and cost on cards of every size; and with ranks,
+    what they hold and communicate, and how fast layouts would train on up to 4,096 GPUs.
 
-    Needs no GPU, and allocates nothing. What a rank holds and hands to others is exact: tests count it on real ranks.
-    Speeds are estimates from a measured rate of one GPU and the speed of links. Settings are those of train, and a
-    layout that train would refuse is refused.
+    Needs no GPU, and allocates nothing. Memory of a GPU is an account of its tensors, within 10 % of what was measured.
+    What a rank holds and hands to others is exact: tests count it on real ranks. Speeds are estimates from a measured
+    rate of one GPU and the speed of links. Settings are those of train, and what train would refuse is refused.
 
     For example:
+      mambakit plan --model mamba2-370m --train.tokens 8000000000 --dollars-per-hour 3
+      mambakit plan --model mamba-790m --vram 24gb --data.sequence-length 4096
       mambakit plan --model mamba2-1.3b --recipe paper-1.4b --parallel.shard full
       mambakit plan --model mamba-2.8b --ranks 16 --parallel.shard hybrid --parallel.tp 2 --network 25
       mambakit plan --model mamba-130m --tokens-per-second 90000 --grow-batch --json
@@ -51,17 +58,29 @@ def plan(
     Args:
       config: settings from a file; flags win over it
     """
-    from ..planning import Machine, report
+    from ..planning import Machine, cards, report
 
     named: dict[str, Any] = {"recipe": recipe} if recipe is not None else {}
     named |= {"model": {"preset": model}} if model else {}
+    named |= {"train": {"vram": vram}} if vram is not None else {}
     file = read_config(path_of(config)) if config is not None else {}
     run = _resolved([file, named, flags.typed_settings(settings)])
-    for name, value in {"ranks": ranks, "gpus-per-node": gpus_per_node, "link": link, "network": network}.items():
+    numbers = {
+        "ranks": ranks, "gpus-per-node": gpus_per_node, "link": link, "network": network,
+        "tokens-per-second": tokens_per_second, "dollars-per-hour": dollars_per_hour,
+    }  # fmt: skip
+    for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value}: need more than 0")
-    if tokens_per_second is not None and not 0 < tokens_per_second < math.inf:
-        raise ConfigError(f"--tokens-per-second {tokens_per_second}: need more than 0")
+    parallel = run.parallel
+    is_plain = parallel.shard == "none" and parallel.tp * parallel.cp == 1 and not grow_batch
+    if ranks == 1 or (ranks is None and is_plain):
+        each = cards(run, tokens_per_second, dollars_per_hour, _epoch_tokens(run))
+        if json:
+            print_json(each.to_json())
+        else:
+            _print_cards(each)
+        return 0
     machine = Machine(gpus_per_node, link * 1e9, network * 1e9)
     found = report(run, ranks or gpus_per_node, machine, tokens_per_second, grow_batch=grow_batch)
     if json:
@@ -69,6 +88,13 @@ def plan(
     else:
         _print(found)
     return 0
+
+
+def _epoch_tokens(config: RunConfig) -> int | None:
+    from ..data.shards import is_shards, read_index
+
+    folder = Path(config.data.path[0]) if config.data.path else None
+    return read_index(folder).counts["train"].tokens if folder is not None and is_shards(folder) else None
 
 
 def _resolved(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
@@ -86,11 +112,47 @@ def _resolved(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
     return resolve(*layers, vocab_size=presets.MODELS[preset]["vocab_size"])
 
 
+def _print_cards(found: Cards) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..progress import duration
+
+    screen = Console(width=None if sys.stdout.isatty() else 140)
+    config, model = found.config, found.config.model
+    flops = f"{model.flops_per_token(training=True) / 1e9:,.2f} GFLOP to train on a token"
+    rows = f"steps of {config.batch_rows:,} rows of {config.data.sequence_length:,} tokens"
+    print_line(f"{model.kind}, {model.num_parameters():,} parameters, {flops}; {rows}")
+    why = "no length is set" if config.train.epochs is None else "the length of an epoch is not known without shards"
+    length = "" if found.is_length_set else f", 20 for each parameter: {why}"
+    print_line(f"{found.steps:,} steps, {found.tokens:,} tokens{length}")
+    parts = ("weights", "gradients", "optimizer", "kept", "loss", "workspace", "total")
+    table = Table("GB", "rows", "passes", "recompute", *parts, "tokens/s", "time")
+    if found.price is not None:
+        table.add_column("dollars")
+    for size, fit in found.fits.items():
+        if fit is None:
+            table.add_row(f"{size:g}", "–", "–", "does not fit")
+            continue
+        memory, cost = fit.memory.to_json(), found.cost(fit)
+        table.add_row(
+            f"{size:g}", f"{fit.rows:,}", f"{fit.passes:,}", fit.recompute,
+            *(f"{memory[name] / GIB:,.1f}" for name in parts),
+            f"{found.tokens_per_second(fit):,.0f}", duration(found.seconds(fit)),
+            *([f"{cost:,.0f}"] if cost is not None else []),
+        )  # fmt: skip
+    screen.print(table)
+    print_line(
+        "GiB at the peak of a step; kept: by the blocks for backward. With one pass a step, gradients take the place "
+        f"of what was kept. Speeds are estimates: {found.rate_source}. For other GPUs give --tokens-per-second."
+    )
+
+
 def _print(found: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..planning import LATENCY, choice
+    from ..planning import CARDS, LATENCY, card_bytes, choice, fastest_fit
 
     screen = Console(width=None if sys.stdout.isatty() else 120)
     model, mesh, held = found.config.model, found.mesh, found.held
@@ -109,7 +171,13 @@ def _print(found: Report) -> None:
     if held.summed_later:
         after = f"{held.gradients / GIB:,.2f}"
         print_line(f"Gradients are whole until the last micro-batch, then {after} GiB; see --parallel.reduce every.")
-    print_line("Activations, and parameters gathered for a pass, come on top: they are not part of this plan.")
+    size = found.config.train.vram_gigabytes or CARDS[-1]
+    fit = fastest_fit(found.config, mesh, card_bytes(size))
+    how = "nothing fits; share out more, or take --parallel.offload true"
+    if fit is not None:
+        how = f"{fit.rows} rows at once, {fit.passes} passes a step, recompute {fit.recompute}: about "
+        how += f"{fit.total / GIB:,.1f} GiB at the peak, with what passes take"
+    print_line(f"On a card of {size:g} GB: {how}.")
     if found.traffic:
         table = Table("given to collectives in a step", "operation", "across", "calls", "MB")
         for each in found.traffic:

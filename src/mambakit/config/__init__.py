@@ -9,6 +9,8 @@ from .resolving import resolve
 from .sections import (
     SECTIONS,
     DataConfig,
+    GuardConfig,
+    LoraConfig,
     OptimConfig,
     ParallelConfig,
     PrepareConfig,
@@ -23,6 +25,8 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "Growth",
+    "GuardConfig",
+    "LoraConfig",
     "Mamba1Dims",
     "Mamba2Dims",
     "ModelConfig",

@@ -73,13 +73,13 @@ class Dims(ABC):
 
     def flops_per_token(self) -> int:
         """Forward: two per multiply-add of a matrix product, one per operation of the recurrence."""
-        linear = self.d_model * sum(self.segments.values()) + self.d_inner * self.d_model + self._other_products()
+        linear = self.d_model * sum(self.segments.values()) + self.d_inner * self.d_model + self.other_products()
         return 2 * linear + 2 * self.conv_channels * self.conv_width + self._recurrence()
 
     @abstractmethod
     def _other_parameters(self) -> int: ...
 
-    def _other_products(self) -> int:
+    def other_products(self) -> int:
         """Multiply-adds of matrix products beside in_proj and out_proj."""
         return 0
 
@@ -118,7 +118,7 @@ class Mamba1Dims(Dims):
         x_proj, dt_proj = self.d_inner * (self.dt_rank + 2 * self.state_size), (self.dt_rank + 1) * self.d_inner
         return x_proj + dt_proj + self.d_inner * self.state_size + self.d_inner  # A_log, D
 
-    def _other_products(self) -> int:
+    def other_products(self) -> int:
         return self.d_inner * (self.dt_rank + 2 * self.state_size) + self.dt_rank * self.d_inner  # x_proj, dt_proj
 
     def _recurrence(self) -> int:

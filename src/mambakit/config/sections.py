@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -121,6 +122,9 @@ class DataConfig(Settings):
     length_warmup: Doublings = Field(
         (), description="tokens after which rows double in length; before, each row is cut into equal pieces"
     )
+    join: bool = Field(
+        False, description="read all documents as one text: the state is not reset where a new one begins"
+    )
 
     def problems(self) -> Iterator[str]:
         if any(not weight >= 0 for weight in self.mix) or (self.mix and not sum(self.mix) > 0):
@@ -217,8 +221,13 @@ class TrainConfig(Settings):
     batch_warmup: Doublings = Field(
         (), description="tokens after which the batch doubles, such as 1e8 3e8: two halvings of batch_tokens at first"
     )
+    vram: str = Field(
+        "auto",
+        description="memory of the GPU that the run may use, such as 24gb; micro_batch_rows and recompute are chosen "
+        "for it unless set. auto: what is free when the run begins",
+    )
     micro_batch_rows: int | None = Field(
-        None, ge=1, description="rows computed at once; as many as make 8192 tokens unless set"
+        None, ge=1, description="rows computed at once; by train.vram on a GPU, else as many as make 8192 tokens"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
@@ -232,14 +241,23 @@ class TrainConfig(Settings):
     recompute: Literal["auto", "none", "light", "mixer", "block"] = Field(
         "auto",
         description="what backward computes once more rather than keep. light: norms and dt; mixer: all but the output "
-        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: light on a GPU, "
-        "none on a CPU",
+        "of in_proj and a part of the residual stream; block: all but the input of each block. auto: by train.vram on "
+        "a GPU, none on a CPU",
+    )
+    recompute_every: int = Field(
+        1, ge=1, le=2**16, description="mixer, block: only in every k-th block; the others do as light"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the first weights and dropout")
     eval_every: int = Field(1000, ge=0, description="steps between evaluations on the validation split; 0 for none")
     eval_tokens: int | None = Field(2**20, ge=1, description="tokens of an evaluation; null for the whole split")
     eval_batch_rows: int | None = Field(None, ge=1, description="rows evaluated at once; micro_batch_rows unless set")
     early_stop: int | None = Field(None, ge=1, description="stop after this many evaluations without a better loss")
+
+    @property
+    def vram_gigabytes(self) -> float | None:
+        """None for auto."""
+        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?g(?:i?b)?", self.vram.lower())
+        return float(size[1]) if size else None
 
     @property
     def has_length(self) -> bool:
@@ -250,6 +268,10 @@ class TrainConfig(Settings):
         if len(given) > 1:
             yield f"{' and '.join(given)} both say how long the run is; keep one"
         yield from _not_rising("batch_warmup", self.batch_warmup)
+        if self.vram != "auto" and not (self.vram_gigabytes or 0) >= 1:
+            yield f"vram={self.vram}: need auto, or a size of at least 1gb, such as 24gb"
+        if self.recompute_every > 1 and self.recompute not in ("mixer", "block"):
+            yield f"recompute_every={self.recompute_every} needs recompute mixer or block, not {self.recompute}"
         if self.early_stop is not None and self.eval_every == 0:
             yield "early_stop needs evaluations, but eval_every=0; set it, or remove early_stop"
         if self.compile and self.recompute in ("light", "mixer"):
@@ -259,6 +281,40 @@ class TrainConfig(Settings):
             )
 
 
+class LoraConfig(Settings):
+    """Low-rank adapters: W + alpha/rank B A is computed, and A and B alone are trained."""
+
+    rank: int | None = Field(None, ge=1, le=2**16, description="train adapters of this rank alone; unset: all weights")
+    alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / rank; 2 rank unless set")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the input of an adapter, in training")
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="projections that get one, such as in_proj out_proj; every one of the model unless set"
+    )
+
+    def problems(self) -> Iterator[str]:
+        given = [name for name in ("alpha", "dropout", "targets") if getattr(self, name)]
+        if given and self.rank is None:
+            yield f"{given[0]} is of adapters, and lora.rank says that there are none; set it, such as lora.rank: 16"
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def is_on(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / (self.rank or 1)
+
+    def adapts(self, projection: str) -> bool:
+        """Whether projections of this name get an adapter."""
+        return self.is_on and (projection in self.targets if self.targets else projection.endswith("_proj"))
+
+
 class CheckpointConfig(Settings):
     """When the run is saved, and what is kept."""
 
@@ -266,6 +322,11 @@ class CheckpointConfig(Settings):
     keep_last: int = Field(2, ge=1, description="the newest ones kept")
     keep_every: int | None = Field(None, ge=1, description="also keep those whose step is a multiple of this")
     keep_best: bool = Field(True, description="also save and keep the one with the lowest validation loss")
+    background: bool | Literal["auto"] = Field(
+        "auto",
+        description="write checkpoints while training goes on, from a copy in the CPU's memory; auto: in one process, "
+        "where that memory is large enough; several ranks wait for each checkpoint",
+    )
 
 
 class TrackConfig(Settings):
@@ -277,11 +338,45 @@ class TrackConfig(Settings):
         (), description="beginnings the samples go on from; those of two validation documents unless set"
     )
     sample_tokens: int = Field(100, ge=1, le=2**20, description="length of a sample")
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = Field(
+        (), description="trackers that get all records, the samples and the config; extras of these names install them"
+    )
+    project: str = Field("mambakit", min_length=1, max_length=128, description="(wandb, trackio) project of the run")
+    name: str | None = Field(None, min_length=1, max_length=128, description="(wandb, trackio) the folder's unless set")
 
-    @field_validator("sample_prompts", mode="before")
+    def problems(self) -> Iterator[str]:
+        if len(set(self.to)) < len(self.to):
+            yield f"to={' '.join(self.to)} names a tracker twice; name each once"
+
+    @field_validator("sample_prompts", "to", mode="before")
     @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
+    def _one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+
+class GuardConfig(Settings):
+    """What is done about steps that go wrong, and about steps that do not end."""
+
+    bad_steps: int = Field(
+        5,
+        ge=1,
+        description="bad steps in a row after which the run goes back to its last good checkpoint, and on without "
+        "their rows. A step is bad if its loss or gradient is not finite (it is skipped), or if its loss is a spike",
+    )
+    spike: float | None = Field(
+        10.0,
+        gt=0,
+        description="a loss is a spike if it is above the median of the last good ones by so many standard deviations "
+        "(1.48 times the median deviation) and by a tenth; not in warm-up, nor with data.carry_state; null: never",
+    )
+    window: int = Field(64, ge=8, le=2**16, description="good losses that a spike is measured against")
+    rollbacks: int = Field(3, ge=0, description="how often a run goes back; after that, it ends with a message")
+    hang_seconds: float | None = Field(
+        300.0,
+        gt=0,
+        description="a step without a sign of life for so long, and for ten times the median step, shows where all "
+        "threads are; three times as long until the second step, which compiles; null: never",
+    )
 
 
 class ParallelConfig(Settings):
@@ -320,8 +415,10 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+    guard: GuardConfig = GuardConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     def problems(self) -> Iterator[str]:
@@ -348,6 +445,11 @@ class RunConfig(Settings):
     def micro_batch_rows(self) -> int:
         """Rows computed at once."""
         return min(self.batch_rows, self.train.micro_batch_rows or max(1, 8192 // self.data.sequence_length))
+
+    def training_flops(self) -> int:
+        """Arithmetic of one token in training. Frozen weights have no gradient: a third of it is left out."""
+        flops = self.model.flops_per_token(training=True)
+        return flops * 2 // 3 if self.lora.is_on else flops
 
     def differences(self, other: RunConfig) -> list[str]:
         """Settings that differ, one line each."""
@@ -397,3 +499,16 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
         for name, value in (("warmup_steps", optim.warmup_steps), ("decay_steps", optim.decay_steps)):
             if value is not None and value > train.steps:
                 yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
+    lora = sections.get("lora")
+    if lora and optim and lora.is_on:
+        for name, value in (("name", optim.name), ("state", optim.state), ("ema", optim.ema)):
+            if value not in ("adamw", "fp32", None):
+                yield f"optim.{name}={value} cannot be combined with lora.rank={lora.rank}; adapters take AdamW; remove it"
+    if lora and parallel and lora.is_on:
+        for name in ("shard", "tp", "cp"):
+            value = getattr(parallel, name)
+            if value != ParallelConfig.model_fields[name].default:
+                yield (
+                    f"parallel.{name}={value} cannot be combined with lora.rank={lora.rank}: adapters are trained by "
+                    "one rank, or by data-parallel ranks that share nothing (parallel.shard=none); remove it"
+                )

@@ -28,6 +28,8 @@ class SplitPiece:
     learn: bool
     starts: bool
     ends: bool
+    file: int = 0  # the number of its file in the task
+    number: int = 0  # of the document in its file
 
 
 def draw(name: str, block: int | None = None) -> float:
@@ -74,20 +76,27 @@ Choose = Callable[[Parts], Parts | None]  # a document, or None to leave it out
 
 
 def split_pieces(
-    parts: Iterable[TextPart], name: str, limit: float, *, by_block: bool, has_records: bool, choose: Choose
+    parts: Iterable[TextPart],
+    name: str,
+    limit: float,
+    *,
+    by_block: bool,
+    has_records: bool,
+    choose: Choose,
+    file: int = 0,
 ) -> Iterator[tuple[SplitPiece, bytes]]:
     """All text of a file, in order. Whole documents go to one split, or blocks of them. `choose` may leave a document
     out; that changes nothing for the others."""
     names = document_names(name, has_records)
-    for whole in documents_of(parts):
+    for number, whole in enumerate(documents_of(parts)):
         called, document = next(names), choose(whole)
         if document is None:
             continue
         if by_block:
-            yield from _mark(_blocks(document, called, limit))
+            yield from _mark(_blocks(document, called, limit), file, number)
         else:
             split = "val" if draw(called) < limit else "train"
-            yield from _mark((split, learn, data) for learn, data in _cut(document, PIECE_BYTES))
+            yield from _mark(((split, learn, data) for learn, data in _cut(document, PIECE_BYTES)), file, number)
 
 
 def documents_of(parts: Iterable[TextPart]) -> Iterator[Parts]:
@@ -150,9 +159,9 @@ def _blocks(document: Iterable[TextPart], name: str, limit: float) -> Iterator[t
         yield split, learn, data
 
 
-def _mark(parts: Iterable[tuple[str, bool, bytes]]) -> Iterator[tuple[SplitPiece, bytes]]:
+def _mark(parts: Iterable[tuple[str, bool, bytes]], file: int, number: int) -> Iterator[tuple[SplitPiece, bytes]]:
     """Mark where documents start and end: also where the split changes."""
     starts, nothing = True, ("", True, b"")
     for (split, learn, data), (following, *_) in itertools.pairwise(itertools.chain(parts, [nothing])):
-        yield SplitPiece(split, learn, starts, following != split), data
+        yield SplitPiece(split, learn, starts, following != split, file, number), data
         starts = following != split

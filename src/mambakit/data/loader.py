@@ -2,13 +2,14 @@
 
 Rows are numbered from 0 without end. An epoch is one pass over the windows of the split, in its own order. A step takes
 the next `batch_rows` rows, or fewer where batches grow (config/growth.py). The loader's whole state is the number of
-the next row: any number of threads and any cut into micro-batches reads the same rows.
+the next row: any number of threads and any cut into micro-batches reads the same rows. Rows that a run was told to
+leave out (`skipped_rows`) are passed by: a batch takes the next ones after them.
 
 With a mix, an epoch has as many rows, but each source has its share of them. A source goes through its own windows in
 its own order, again and again.
 
 With `carry_state`, row i of a batch goes on where row i of the batch before stopped. `Batch.carries` says whether the
-document goes on too, so that the model's state may be carried over.
+document goes on too, so that the model's state may be carried over. With `join`, all documents are one text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,7 @@ class Loader:
         next_row: int = 0,
         own: tuple[int, int] | None = None,
         growth: Growth | None = None,
+        skipped_rows: Sequence[tuple[int, int]] = (),
     ) -> None:
         if len(stream) < 2:
             raise ShardError(
@@ -112,7 +114,8 @@ class Loader:
         # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
         self.stretch = -(-self.num_windows // batch_rows)
         self.epoch_rows = self.stretch * batch_rows if config.carry_state else self.num_windows
-        self.next_row = next_row  # may be set at any time, also in the middle of an iteration
+        # Both may be set at any time, also in the middle of an iteration.
+        self.next_row, self.skipped_rows = next_row, tuple(skipped_rows)
         self.mix = Mix.of(stream, config, self.num_windows) if config.mix or config.temperature != 1 else None
 
     @property
@@ -124,6 +127,8 @@ class Loader:
             values.append(self.batch_rows)
         if self.mix is not None:
             values.append(self.mix)
+        if config.join:
+            values.append("joined")
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def window(self, row: int) -> int | None:
@@ -140,21 +145,48 @@ class Loader:
         turn = permute(0, self.num_windows, self.config.seed, epoch)  # the stretches of each epoch begin elsewhere
         return (window + turn) % self.num_windows
 
+    def rows(self, first_row: int) -> list[int]:
+        """The rows of the batch that starts with this row, or after it, where it is left out."""
+        found: list[int] = []
+        row, count = first_row, self.growth.rows_at(first_row)
+        for begin, end in [*sorted(self.skipped_rows), (math.inf, math.inf)]:
+            found += range(row, int(min(max(begin, row), row + count - len(found))))
+            if len(found) == count:
+                return found
+            row = max(row, int(end))
+        raise AssertionError("rows have no end")
+
+    def own_at(self, first_row: int) -> tuple[int, int]:
+        """This rank's share of the rows of that batch."""
+        begin, end = (edge * self.growth.rows_at(first_row) // self.batch_rows for edge in self.own)
+        return begin, end
+
+    def row_after(self, first_row: int) -> int:
+        """Where the batch after this one starts."""
+        return self.rows(first_row)[-1] + 1
+
+    def is_skipped(self, row: int) -> bool:
+        return any(begin <= row < end for begin, end in self.skipped_rows)
+
     def _carries(self, row: int) -> bool:
         """Whether a row goes on in the document of the same row of the batch before."""
         if not self.config.carry_state or row % self.epoch_rows < self.batch_rows:
             return False
+        if self.is_skipped(row - self.batch_rows):
+            return False
         window, before = self.window(row), self.window(row - self.batch_rows)
         if window is None or before is None or window != before + 1:
             return False
+        if self.config.join:
+            return True
         begin = window * self.length
         return not self.stream.layout.starts(self.stream.read(begin - 1, begin + 1))[1]
 
     def read(self, first_row: int) -> Batch:
         """The batch that starts with this row."""
         layout, length = self.stream.layout, self.length
-        begin, end = (edge * self.growth.rows_at(first_row) // self.batch_rows for edge in self.own)
-        rows = range(first_row + begin, first_row + end)
+        begin, end = self.own_at(first_row)
+        rows = self.rows(first_row)[begin:end]
         packed = np.zeros((len(rows), length + 1), layout.dtype)  # places that are not filled are no targets
         carries = np.zeros(len(rows), dtype=bool)
         for i, row in enumerate(rows):
@@ -163,7 +195,8 @@ class Loader:
                 self.stream.read_into(packed[i], window * length)
                 carries[i] = self._carries(row)
         starts = layout.starts(packed)
-        return make_batch(layout.tokens(packed), starts, layout.is_target(packed) & ~starts, carries)
+        is_target = layout.is_target(packed) & ~starts
+        return make_batch(layout.tokens(packed), starts & (not self.config.join), is_target, carries)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from `next_row` on, which changes when a batch is given, not when it is read ahead. If it was set to
@@ -171,22 +204,24 @@ class Loader:
         if self.config.workers == 0:
             while True:
                 batch = self.read(self.next_row)
-                self.next_row = self.growth.row_after(self.next_row, 1)
+                self.next_row = self.row_after(self.next_row)
                 yield batch
         ahead: deque[Future[Batch]] = deque()
-        first = last = self.next_row  # of the batches ahead, and after them
+        first, skipped = self.next_row, self.skipped_rows  # of the batches ahead
+        last = first  # where the next one to read ahead starts
         pool = ThreadPoolExecutor(self.config.workers, thread_name_prefix="loader")
         try:
             while True:
-                if first != self.next_row:
+                if (first, skipped) != (self.next_row, self.skipped_rows):
                     while ahead:
                         ahead.popleft().cancel()
-                    first = last = self.next_row
+                    first, skipped = self.next_row, self.skipped_rows
+                    last = first
                 while len(ahead) < self.config.prefetch:
                     ahead.append(pool.submit(self.read, last))
-                    last = self.growth.row_after(last, 1)
+                    last = self.row_after(last)
                 batch = ahead.popleft().result()
-                first = self.next_row = self.growth.row_after(first, 1)
+                first = self.next_row = self.row_after(first)
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

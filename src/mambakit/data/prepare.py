@@ -21,7 +21,7 @@ from .. import __version__
 from ..config import PrepareConfig
 from ..files import UserError, cache_folder, check_free, checksum, new_folder, paths_of, write_json
 from ..progress import say
-from . import datasets, shards, tasks
+from . import datasets, origins, shards, tasks
 from .cleaning import Filter
 from .documents import Unreadable
 from .holding_out import documents_of
@@ -150,7 +150,9 @@ def _put_together(job: PrepareJob, plan: PreparePlan, beside: Path) -> Index:
         split: SplitCounts(**sum((found.counts[split] for found in merged.values()), Counter())) for split in SPLITS
     }
     sources = {name: {k: v for k, v in found.items() if k != "passed_over"} for name, found in report.items()}
-    return write_index(beside, layout, job.config.tokenizer, plan.tokenizer, written, counts, sources)
+    tokens = [tasks.tokens_of(folder, layout) for folder in plan.folders]
+    named = origins.merge(plan.tasks, plan.folders, job.reading, tokens, beside)
+    return write_index(beside, layout, job.config.tokenizer, plan.tokenizer, written, counts, sources, named)
 
 
 def write_index(
@@ -161,6 +163,7 @@ def write_index(
     written: dict[str, list[Shard]],
     counts: dict[str, SplitCounts],
     sources: dict[str, Any],
+    documents: Mapping[str, str] | None = None,
 ) -> Index:
     """Write the tokenizer, which a person has called `named`, and the index to a folder of shards."""
     (folder / shards.TOKENIZER).write_bytes(tokenizer.to_str(pretty=True).encode())
@@ -175,6 +178,7 @@ def write_index(
         counts=counts,
         shards=written,
         sources=sources,
+        documents=dict(documents or {}),
     )
     write_json(folder / shards.INDEX, index.model_dump())
     return index

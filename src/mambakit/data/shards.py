@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from pydantic import Field
 from ..config import ConfigError, Settings
 from ..files import UserError, checksum, is_intact, read_json, was_intact
 from ..progress import progress, say
+from . import origins
 
 FORMAT, VERSION = "mambakit-shards", 1
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
@@ -120,6 +121,9 @@ class SplitCounts(Settings):
     words: int = Field(0, ge=0)
 
 
+DocumentsFile = Annotated[str, Field(pattern=r"^(files\.jsonl|(train|val)-documents\.bin)$")]
+
+
 class Index(Settings):
     """index.json."""
 
@@ -133,6 +137,8 @@ class Index(Settings):
     counts: dict[str, SplitCounts]
     shards: dict[str, list[Shard]]
     sources: dict[str, dict[str, Any]]
+    # Checksums of the files that say where documents came from, by name.
+    documents: dict[DocumentsFile, str] = Field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -347,6 +353,12 @@ class TokenStream:
         except OSError as error:
             raise ShardError(f"{_name(path)} cannot be read any more: {error.strerror}") from None
 
+    def place_of(self, begin: int, end: int) -> str:
+        """Tokens begin…end by the file that the first of them is in."""
+        number = bisect.bisect_right(self._ends, begin) - 1
+        first = begin - self._ends[number]
+        return f"{self.shards[number].file}, tokens {first} to {first + end - begin - 1}"
+
     def documents(self, block: int = 2**20) -> Iterator[tuple[NDArray[Any], bool]]:
         """The split in order as (packed tokens, whether a document starts with them): pieces of at most `block`."""
         before = np.empty(0, self.layout.dtype)
@@ -421,6 +433,12 @@ def verify(folder: Path) -> Iterator[str]:
         yield f"{tokenizer} is missing"
     elif checksum(tokenizer) != index.tokenizer_sha256:
         yield f"{tokenizer} is not the file the index was made with: its checksum differs"
+    for name, sha256 in index.documents.items():
+        if not (folder / name).is_file():
+            yield f"{folder / name} is missing"
+            return
+        if checksum(folder / name) != sha256:
+            yield f"{folder / name} differs from what was written: its checksum is not the index's"
     for split in SPLITS:
         broken = False
         for shard in index.shards[split]:
@@ -440,14 +458,20 @@ def verify(folder: Path) -> Iterator[str]:
 
 def _verify_content(stream: TokenStream) -> Iterator[str]:
     """Check the token ids, and the counts of the index."""
-    documents = targets = 0
+    documents = targets = at = 0
+    has_origins = origins.name_of(stream.split) in stream.index.documents
+    known, fits = origins.starts_of(stream.folder, stream.split) if has_origins else iter(()), True
     for packed, starts in stream.documents():
         documents += starts
+        fits &= not starts or not has_origins or next(known, None) == at
+        at += len(packed)
         targets += int(stream.layout.is_target(packed).sum())
         largest = int(stream.layout.tokens(packed).max())
         if largest >= stream.index.vocab_size:
             yield f"{stream.split}: token {largest} is outside the vocabulary of {stream.index.vocab_size}"
             return
+    if not fits or next(known, None) is not None:
+        yield f"{stream.folder / origins.name_of(stream.split)} does not fit the tokens: documents start elsewhere"
     found = {"documents": documents, "tokens": len(stream), "targets": targets}
     for name, value in found.items():
         if value != (expected := getattr(stream.counts, name)):

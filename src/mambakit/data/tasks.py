@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from .. import __version__
 from ..files import UserError, checksum, read_json, sync, write_json
+from . import origins
 from .cleaning import COPY, Cleaning, Prints
 from .datasets import Slice
 from .documents import Parts, Unreadable
@@ -151,7 +152,7 @@ class Task:
                 return None
             return document
 
-        for file, found in reading.parts_of_all(self.files, workers, report.note):
+        for at, (file, found) in enumerate(reading.parts_of_all(self.files, workers, report.note)):
             parts, cuts = report.unreadable(file, found), Counter[str]()
             by_block = self.source.by_block(file, reading, settings.val_fraction)
             parts = cut_at(parts, settings.separator, cuts)
@@ -162,7 +163,7 @@ class Task:
             parts, has_records = report.count_markers(file, parts), reading.format_of(file).has_records
             left = file.size
             for piece, data in split_pieces(
-                parts, file.name, self.source.limit, by_block=by_block, has_records=has_records, choose=choose
+                parts, file.name, self.source.limit, by_block=by_block, has_records=has_records, choose=choose, file=at
             ):
                 yield piece, data
                 read = min(left, len(data) // (USUAL_RATIO if is_packed(file.name) else 1))
@@ -320,7 +321,7 @@ def run_task(
 def is_done(folder: Path) -> bool:
     """Whether all files of a task are there, with the right checksums."""
     try:
-        names = (REPORT, *(f"{split}.bin" for split in SPLITS))
+        names = (REPORT, *(f"{split}.bin" for split in SPLITS), *map(origins.name_of, SPLITS))
         return read_json(folder / DONE) == {name: checksum(folder / name) for name in names}
     except (UserError, OSError):
         return False
@@ -332,6 +333,8 @@ def _write(
     position = 0
     with contextlib.ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+        named = {split: stack.enter_context((folder / origins.name_of(split)).open("wb")) for split in SPLITS}
+        writers = {split: origins.OriginsWriter(file) for split, file in named.items()}
         for piece, encoded in pieces:
             count = report.counts[piece.split]
             if piece.starts:
@@ -343,12 +346,21 @@ def _write(
                 is_first = position == 0
                 packed = layout.pack(tokens, position, starts_document=is_first, learn=piece.learn)
                 files[piece.split].write(packed.tobytes())
+                if is_first:
+                    writers[piece.split].add(count["tokens"], piece.file, piece.number)
                 count["documents"] += is_first
                 count["tokens"] += len(tokens)
                 count["targets"] += int(layout.is_target(packed).sum())
                 position += len(tokens)
             count["bytes"] += encoded.num_bytes
             count["words"] += encoded.num_words
+        for writer in writers.values():
+            writer.flush()
+
+
+def tokens_of(folder: Path, layout: TokenLayout) -> dict[str, int]:
+    """How many tokens a task has written, by split."""
+    return {split: (folder / f"{split}.bin").stat().st_size // layout.dtype.itemsize for split in SPLITS}
 
 
 def merge_tasks(tasks: Sequence[Task], folders: Sequence[Path], writers: dict[str, ShardWriter]) -> dict[str, Findings]:

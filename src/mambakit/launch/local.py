@@ -17,7 +17,7 @@ from ..checkpoint import native
 from ..files import UserError
 from ..parallel.world import LAUNCHER
 from ..progress import say
-from ..training.stopping import SIGNALS, STOPPED_AFTER_SAVING
+from ..signals import SIGNALS, STOPPED_AFTER_SAVING
 
 GRACE_SECONDS = 45.0  # for the other ranks, after one has failed
 POLL_SECONDS = 0.05

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..files import UserError
-from ..training.stopping import STOPPED_AFTER_SAVING
+from ..signals import STOPPED_AFTER_SAVING
 from .local import RESTARTS, TOLD
 
 # Settings of networks that NCCL does not find out by itself.

@@ -42,6 +42,8 @@ class StepOutput(NamedTuple):
 class Block(nn.Module):
     """residual + dropout(mixer(norm(residual))), with the sum left to the next norm, which does it in one pass."""
 
+    mixer_draws = False  # whether the mixer draws random numbers in training, as adapters with dropout do
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps, self.dropout = config.norm_eps, config.dropout
@@ -58,7 +60,7 @@ class Block(nn.Module):
         sums: Sums | None = None,
     ) -> tuple[Tensor, Tensor, LayerState]:
         if recompute == "block":
-            draws = self.training and self.dropout > 0
+            draws = self.training and (self.dropout > 0 or self.mixer_draws)
             whole: tuple[Tensor, Tensor, LayerState] = checkpoint(
                 self.forward, hidden, residual, doc_ids, state, use_reentrant=False, preserve_rng_state=draws
             )
@@ -67,7 +69,7 @@ class Block(nn.Module):
             normed, residual = ops.rms_norm(hidden, self.norm.weight, eps=self.eps, residual=residual)
             hidden, state = self.mixer(normed, doc_ids, state)
         else:
-            recipes = Recipes(keep_projections_alone=recompute == "mixer")
+            recipes = Recipes(keep_projections_alone=recompute == "mixer", draws=self.training and self.mixer_draws)
             normed, residual = self._norm_with_recipes(recipes, hidden, residual, sums)
             with recipes.in_place_of_tensors():
                 hidden, state = self.mixer(normed, doc_ids, state, recipes)
@@ -102,6 +104,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.recompute: Recompute = "none"
+        self.recompute_every = 1  # in blocks between, `light` takes the place of `mixer` and `block`
         self.embedding = Embedding(config.padded_vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm_f = NormWeight(config.d_model)
@@ -117,7 +120,8 @@ class Backbone(nn.Module):
         states = []
         for i, block in enumerate(self.layers):
             before = state.layers[i] if state else None
-            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, recompute, sums)
+            here = recompute if recompute == "none" or i % self.recompute_every == 0 else "light"
+            hidden, residual, layer_state = block(hidden, residual, doc_ids, before, here, sums)
             states.append(layer_state)
         return self._finish(hidden, residual), State(tuple(states))
 

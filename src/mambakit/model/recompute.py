@@ -115,10 +115,10 @@ def value_of(kept: Kept) -> Tensor:
 
 class Recipes:
     """The recipes of one block's forward pass. With `keep_projections_alone`, its mixer keeps in_proj's output alone,
-    and everything after it is recomputed."""
+    and everything after it is recomputed; `draws` says that random numbers are drawn in it, which must be the same."""
 
-    def __init__(self, *, keep_projections_alone: bool = False) -> None:
-        self.keep_projections_alone = keep_projections_alone
+    def __init__(self, *, keep_projections_alone: bool = False, draws: bool = False) -> None:
+        self.keep_projections_alone, self.draws = keep_projections_alone, draws
         self._known: dict[int, tuple[Tensor, Recipe]] = {}  # by where the tensor's memory begins
 
     def add(self, made: Tensor, make: Callable[[], Tensor]) -> None:
@@ -144,7 +144,9 @@ def run(
     """Run `mix`, all that a mixer does after in_proj; with `keep_projections_alone`, under torch's checkpointing."""
     if recipes is None or not recipes.keep_projections_alone:
         return mix(projected, doc_ids, state, recipes)
-    mixed: Mixed = checkpoint(mix, projected, doc_ids, state, None, use_reentrant=False, preserve_rng_state=False)
+    mixed: Mixed = checkpoint(
+        mix, projected, doc_ids, state, None, use_reentrant=False, preserve_rng_state=recipes.draws
+    )
     return mixed
 
 

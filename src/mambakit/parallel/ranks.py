@@ -114,15 +114,22 @@ class Ranks:
         shapes = {name: tuple(weights[name].shape) for name, _ in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             self.pieces[name] = self._piece(name, parameter, shapes[name])
-            kept = local_part(parameter)
-            for held in Place(shapes[name], self._slice_of(name, shapes[name]), _rows(parameter, self)).boxes():
-                kept.detach()[held.local].copy_(weights[name][held.whole])
-        if self.is_sharded:
-            # FSDP2 makes the tensors of whole parameters at first use. A resumed run may begin with an evaluation, and
-            # what is made in its inference mode cannot be trained with.
-            for unit in (self.model, *self.model.blocks()):
-                unit.unshard()  # type: ignore[operator]
-                unit.reshard()  # type: ignore[operator]
+        self.put(weights)
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Write this rank's part of the weights of the whole model where its parameters are."""
+        units: list[Any] = [self.model, *self.model.blocks()] if self.is_sharded else []
+        for unit in units:
+            unit.reshard()  # an evaluation leaves parameters whole
+        for name, parameter in self.model.named_parameters():
+            kept, shape = local_part(parameter).detach(), tuple(weights[name].shape)
+            for held in Place(shape, self._slice_of(name, shape), _rows(parameter, self)).boxes():
+                kept[held.local].copy_(weights[name][held.whole])
+        # FSDP2 makes the tensors of whole parameters at first use. A resumed run may begin with an evaluation, and what
+        # is made in its inference mode cannot be trained with.
+        for unit in units:
+            unit.unshard()
+            unit.reshard()
 
     def _group(self, name: str) -> Group:
         group = self.mesh.group(name)
@@ -264,10 +271,12 @@ class Ranks:
                 local = gradient[piece.place.rows[0] : piece.place.rows[1]]
             piece.tensor.grad = local
 
-    def clip(self, limit: float | None) -> Tensor:
-        """Scale all gradients so that their norm is at most `limit`. Gives the norm before."""
+    def clip(self, limit: float | None, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale all gradients so that their norm is at most `limit`. Gives the norm before; and 1 if it or the loss is
+        not finite on any rank, else 0, on the device."""
         if self.is_one:
-            return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+            return norm, _is_not_finite(norm, loss)
         gradients = [piece.tensor.grad for piece in self.pieces.values() if piece.tensor.grad is not None]
         parts: list[Tensor] = []
         copies: list[int] = []  # ranks that hold each part
@@ -284,19 +293,14 @@ class Ranks:
             if counted not in self._shares:  # once: it waits for the device
                 self._shares[counted] = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
             squares = norms.square() @ self._shares[counted]
-        dist.all_reduce(squares)
-        norm = squares.sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
+        totals = torch.stack([squares, _is_not_finite(loss).to(squares)])
+        dist.all_reduce(totals)
+        norm = totals[0].sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             for place in {gradient.device for gradient in gradients}:
                 torch._foreach_mul_([each for each in gradients if each.device == place], factor.to(place))
-        return norm
-
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """With fp16's loss scaling: a gradient that is not finite on one rank skips the step on all."""
-        if not self.is_one and scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return norm, torch.maximum(_is_not_finite(norm), totals[1].clamp(max=1).float())
 
     def after_update(self) -> None:
         """After the optimizer's step: each rank gets what the others have stepped, and gradients are cleared."""
@@ -316,6 +320,12 @@ def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:
         return None
     mesh = ranks.mesh
     return chunk(parameter.shape[0], mesh.shard * mesh.cp, mesh.data_rank % mesh.shard * mesh.cp + mesh.cp_rank)
+
+
+def _is_not_finite(number: Tensor, other: Tensor | None = None) -> Tensor:
+    """1 if one of two numbers on a device is not finite, else 0."""
+    is_finite = number.isfinite() if other is None else number.isfinite() & other.isfinite().to(number.device)
+    return (~is_finite).float()
 
 
 def buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:

@@ -31,6 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..files import RunError, UserError, is_out_of_memory
 from ..progress import say
+from ..signals import STOPPED_AFTER_SAVING, Stopped
 
 OPENING = timedelta(hours=24)  # the first rank may be preparing text
 STEPPING = timedelta(minutes=30)  # the first step compiles
@@ -134,7 +135,8 @@ class World:
         try:
             value = work()
         except BaseException as error:
-            self.store.set(key, json.dumps({"status": 2 if isinstance(error, UserError) else 1}))
+            status = 2 if isinstance(error, UserError) else STOPPED_AFTER_SAVING if isinstance(error, Stopped) else 1
+            self.store.set(key, json.dumps({"status": status}))
             self._wait_until_heard(f"{key}/heard")
             raise
         self.store.set(key, json.dumps({"value": value}))

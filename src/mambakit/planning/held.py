@@ -8,6 +8,7 @@ Activations, and what FSDP2 gathers for a pass, are not counted.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,8 @@ def padded(parameter: Tensor, ranks: int) -> int:
 
 def held(config: RunConfig, mesh: Mesh) -> Held:
     """Bytes that the mesh's rank holds."""
+    if config.lora.is_on:
+        return _held_with_adapters(config)
     copies, copy = mesh.data_size * mesh.cp, mesh.data_rank * mesh.cp + mesh.cp_rank
     sharding = mesh.shard * mesh.cp
     kept = stepped = tensors = whole = offloaded = 0
@@ -95,6 +98,18 @@ def held(config: RunConfig, mesh: Mesh) -> Held:
             offloaded += padded(parameter, sharding) * (1 if waits else 2) + 2 * own + 1
     optimizer = round(config.optim.state_bytes * stepped) + FP32 * tensors
     return Held(FP32 * kept, FP32 * kept, optimizer, FP32 * whole * waits, FP32 * offloaded)
+
+
+def _held_with_adapters(config: RunConfig) -> Held:
+    """Of one rank, whatever their number: all parameters, and gradients and averages of the adapters alone."""
+    rank, frozen, trained, tensors = config.lora.rank or 0, 0, 0, 0
+    for name, shape in _whole(config.model).items():
+        frozen += math.prod(shape)
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and config.lora.adapts(module.rpartition(".")[2]):
+            trained += rank * sum(shape)
+            tensors += 2
+    return Held(FP32 * (frozen + trained), FP32 * trained, FP32 * (2 * trained + tensors), 0, 0)
 
 
 def largest(config: RunConfig, mesh: Mesh) -> Held:

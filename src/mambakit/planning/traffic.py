@@ -102,10 +102,10 @@ def traffic(config: RunConfig, mesh: Mesh) -> list[Traffic]:
     found += [*_context(step)] if mesh.cp > 1 else []
     if mesh.data_size * mesh.cp > 1:
         found.append(Traffic("loss", "all-reduce", DATA, 1, FP64))
-    found.append(Traffic("clip", "all-reduce", ALL, 1, FP64))
+    found.append(Traffic("clip", "all-reduce", ALL, 1, 2 * FP64))
     if config.train.precision == "fp16":
         found.append(Traffic("overflow", "all-reduce", ALL, 1, FP32))
-    found.append(Traffic("agreement on stopping", "all-reduce", ALL, 1, FP64))
+    found.append(Traffic("agreement to go on", "all-reduce", ALL, 1, 2 * FP64))
     found.append(Traffic("targets and pace", "all-reduce", ALL, 2, 3 * FP64))
     return _together(found)
 

@@ -15,6 +15,7 @@ from . import tables
 from .curves import make_axes
 from .markup import escape
 from .plots import axis_switch, figures, legend
+from .positions import positions
 from .records import RunRecord, read_run
 
 # errno of an OSError that another path for the report can avoid.
@@ -66,6 +67,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         axis_switch=axis_switch(axes),
         legend=legend(runs),
         plots=plots,
+        positions=positions(runs),
         samples=tables.samples(runs),
         evaluations=tables.evaluations(runs),
         settings=tables.settings(runs),

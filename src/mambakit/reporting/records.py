@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class RunRecord:
     evals: Columns
     samples: Sequence[Mapping[str, Any]] = ()  # texts that the model generated during training
     evaluations: Sequence[Mapping[str, Any]] = ()
-    history: Sequence[Mapping[str, Any]] = ()  # of each start and resume: device, dtype, versions, changed settings
+    history: Sequence[Mapping[str, Any]] = ()  # of each start, resume and rollback: device, versions, what changed
+    positions: Mapping[str, Any] = field(default_factory=dict)  # perplexity by position, of a run of `lengthen`
     config_problem: str = ""  # why there is no config
     unreadable_lines: int = 0  # of metrics.jsonl, without a last line that is still being written
 
@@ -59,6 +61,7 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{folder} holds no metrics.jsonl; give a run folder, as made by mambakit train --out")
     train, evals = ({key: array("d") for key in ("step", *keys)} for keys in (TRAIN_KEYS, EVAL_KEYS))
     samples: list[dict[str, Any]] = []
+    rollbacks: list[dict[str, Any]] = []
     unreadable = 0
     for record in _read_lines(folder / "metrics.jsonl"):
         step = number(record.get("step"))
@@ -74,14 +77,25 @@ def read_run(folder: Path) -> RunRecord:
             _append(evals, record)
         elif record.get("type") == "sample":
             samples.append(record)
+        elif record.get("type") == "rollback":
+            why = f"went back to here from step {record.get('from_step')}: {record.get('reason')}"
+            rollbacks.append({"step": step, "changed": [f"{why}; rows left out: {record.get('rows')}"]})
     problem, config = "", {}
     try:
         config = read_json(folder / "config.json")
     except UserError as error:
         problem = f"parameters and settings are not shown: {error}"
     evaluations, history = _objects(folder / "evaluations.jsonl"), _history(folder / "history.jsonl")
-    name = folder.resolve().name
-    return RunRecord(name, config, train, evals, samples, evaluations, history, problem, unreadable)
+    history = sorted([*history, *rollbacks], key=lambda record: float(record["step"]))
+    name, positions = folder.resolve().name, _positions(folder)
+    return RunRecord(name, config, train, evals, samples, evaluations, history, positions, problem, unreadable)
+
+
+def _positions(folder: Path) -> dict[str, Any]:
+    """What `lengthen` has measured; nothing where it has not, or where the file is broken."""
+    with contextlib.suppress(UserError):
+        return read_json(folder / "positions.json")
+    return {}
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def _best(evals: Columns, key: str) -> str:
 
 
 def changes(runs: Sequence[RunRecord]) -> str:
-    """The settings that were changed when a run was resumed."""
+    """The settings that were changed when a run was resumed, and where it went back."""
     several = len(runs) > 1
     rows = [
         [

@@ -23,7 +23,7 @@ from ..progress import say
 from .own_batches import own_batches
 
 # Settings of the data: those that decide the order of its rows, and those that have an effect on text alone.
-ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "mix", "temperature")
+ORDER_SETTINGS = ("sequence_length", "seed", "carry_state", "join", "mix", "temperature")
 TEXT_SETTINGS = ("tokenizer", "val_fraction", "text_column", "separator")
 
 
@@ -80,7 +80,13 @@ def open_data(
     if batches is None:
         stream = TokenStream(shards, "train")
         loader = Loader(
-            stream, config.data, config.batch_rows, next_row=progress.next_row, own=own, growth=config.growth
+            stream,
+            config.data,
+            config.batch_rows,
+            next_row=progress.next_row,
+            own=own,
+            skipped_rows=progress.skipped_rows,
+            growth=config.growth,
         )
     rows = iter(loader) if loader else own_batches(batches, progress.step, config)
     ranges = tuple(_val_ranges(val, config.train.eval_tokens))
@@ -111,6 +117,16 @@ def tokenizer_of(shards: Path) -> Tokenizer:
             f"the tokenizer has {vocab_size(tokenizer)}, and {end_token(tokenizer)} does; prepare the data again"
         )
     return tokenizer
+
+
+def check_tokenizer_spec(config: RunConfig, model: Path) -> None:
+    """Text for a model that was trained before is never tokenized by a tokenizer that is learned now."""
+    path = config.data.path[0] if config.data.path else None
+    if path is None or is_shards(Path(path)) or is_tokens(Path(path)) or not config.data.tokenizer.startswith("train:"):
+        return
+    has_own = (model / TOKENIZER).is_file()
+    mend = "remove data.tokenizer" if has_own else "it has no tokenizer.json: name its tokenizer with --data.tokenizer"
+    raise ConfigError(f"data.tokenizer={config.data.tokenizer} gives other tokens than the model in {model}; {mend}")
 
 
 def check_tokenizer(shards: Path, model: Path | None) -> None:

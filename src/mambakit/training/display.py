@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -57,14 +58,15 @@ class Display:
         self.say(f"{signal_name}: stopping after what is being computed, then saving.{again}")
 
     def show(self, record: dict[str, Any]) -> None:
-        {"train": self._step, "eval": self._evaluation, "sample": self._sample}[record["type"]](record)
+        shown = {"train": self._step, "eval": self._evaluation, "sample": self._sample, "rollback": self._rollback}
+        shown[record["type"]](record)
 
     def _step(self, record: dict[str, Any]) -> None:
         self.record = record
         if self.first_done is None:
             self.first_done = time.monotonic()
         for key in ("loss", "bits_per_byte", "tokens_per_second", "mfu"):
-            if isinstance(record.get(key), float):
+            if isinstance(record.get(key), float) and math.isfinite(record[key]):
                 self.smooth[key] = SMOOTHING * self.smooth.get(key, record[key]) + (1 - SMOOTHING) * record[key]
         if self._live:
             self._bar.update(self._task, completed=record["step"])
@@ -96,6 +98,13 @@ class Display:
         else:
             self.say(f"step {record['step']:,}: sample after {record['prompt']!r}:\n{record['text']}\n")
 
+    def _rollback(self, record: dict[str, Any]) -> None:
+        """The figures begin anew. Why it went back was said when it was decided."""
+        self.record, self.smooth = {}, {}
+        self.first_step, self.first_done = record["step"], None
+        if self._live:
+            self._bar.update(self._task, completed=record["step"])
+
     def time_left(self) -> float | None:
         """Seconds, by the steps after the first with their evaluations and checkpoints; None before the second step."""
         step = int(self.record.get("step", self.first_step))
@@ -119,6 +128,8 @@ class Display:
         yield "tokens/s", f"{smooth['tokens_per_second']:,.0f}"
         if "mfu" in smooth:
             yield "MFU", f"{smooth['mfu']:.1%}"
+        if record.get("skipped"):
+            yield "skipped", f"{record['skipped']:,}"
         if record.get("memory_bytes"):
             yield "memory", f"{record['memory_bytes'] / 2**30:.2f} GiB"
         left = self.time_left()

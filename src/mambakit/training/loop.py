@@ -7,7 +7,9 @@ same bits as one that was not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import native
+from ..checkpoint.files import Contents
 from ..checkpoint.state import Progress, TrainingState, random_states, restore_random_states
 from ..config import RunConfig
 from ..data.lanes import lanes
@@ -30,19 +33,25 @@ from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..generate import generate_text
 from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
-from ..parallel import Ranks, World
-from . import history
+from ..parallel import Ranks, Sliced, World
+from . import history, lora
 from .data import TrainingData
 from .display import Display
 from .ema import WeightAverage
+from .fitting import rows_of, shrink
+from .guard import Guard, Judged
 from .metrics import MetricsFile, bits_per_byte
-from .optim import load_optimizer_tensors, optimizer_tensors, update
+from .optim import optimizer_tensors, update
 from .pace import Pace, Times
 from .passes import GraphedPass, Pass
+from .profiling import region
 from .recorder import Record, Recorder
-from .schedule import learning_rate
-from .start import Start, resume_command
+from .rollback import GoBack, diverged, go_back
+from .saver import Saver
+from .schedule import learning_rate, warmup_steps
+from .start import Start
 from .stopping import Stopper, StopRequested
+from .watchdog import Watchdog
 
 Found = TypeVar("Found")
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
@@ -52,10 +61,12 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
 class Step:
     """A finished step whose loss the device may still be computing."""
 
-    numbers: Numbers  # loss and gradient norm
+    numbers: Numbers  # loss, gradient norm, and whether it was skipped
     rate: float
     num_tokens: int
+    first_row: int  # of the data
     progress: Progress  # after the step
+    waited: float  # seconds, for its rows
     times: Times | None = None  # among ranks
 
 
@@ -79,16 +90,19 @@ class Run:
     metrics: MetricsFile | None  # of the first rank
     display: Display
     pace: Pace
+    saver: Saver
     recorder: Recorder
     stopper: Stopper
+    guard: Guard
+    watchdog: Watchdog
     progress: Progress
     average: WeightAverage | None = None  # of the weights, with optim.ema
     carried: State | None = None  # (rows of a batch) with data.carry_state
     unrecorded: Step | None = None  # the last step, on a GPU: recorded when the next one has begun
     clock: Moment | None = None  # when the last recorded step ended, or when the first one after a break began
-    saved_step: int = -1  # of the newest checkpoint; -1 where there is none
-    saved_looked_at: int = -1  # of its progress: a stop may have come before the evaluation of its step
-    proven_step: int = -1  # the last step whose weights have given a finite loss
+    # Of the newest checkpoint on disk; step -1 where there is none.
+    saved: Progress = dataclasses.field(default_factory=lambda: Progress(step=-1))
+    proven_step: int = -1  # the last step whose weights have given a good loss
     has_trained: bool = False  # whether a step was taken since the run was opened
     changed: Sequence[str] = ()  # settings, since the checkpoint
     origin: history.Origin = dataclasses.field(default_factory=dict)
@@ -96,6 +110,10 @@ class Run:
     @property
     def folder(self) -> Path:
         return self.start.folder
+
+    @property
+    def saved_step(self) -> int:
+        return self.saved.step
 
     @property
     def stopped_early(self) -> bool:
@@ -112,8 +130,14 @@ class Run:
         """The signal that ended the run before its end."""
         return None if self.is_done else self.stopper.signal_name
 
+    def has_nothing_to_save(self) -> bool:
+        """Whether this process has taken no step, so that a checkpoint, or the seed, has all that there is."""
+        is_known = self.progress.step in (0, self.saved_step)
+        return self.world.is_one and is_known and not self.has_trained and self.unrecorded is None
+
     def check_stop(self) -> None:
-        """Between batches. Several ranks stop together, between two steps."""
+        """Between batches. Several ranks stop together (`_agree_to_stop`), not between the batches of a step."""
+        self.watchdog.alive()
         if self.world.is_one:
             self.stopper.check()
 
@@ -121,35 +145,97 @@ class Run:
 def loop(run: Run) -> Iterator[Record]:
     """Train to the end, or until told to stop; either way the last finished step is saved. Gives each record of
     metrics.jsonl when it is written. A caller that leaves the iteration stops the run."""
-    with run.stopper.listening(), run.display.shown():
+    listening = run.stopper.listening(run.has_nothing_to_save)
+    with listening, run.display.shown(), run.watchdog.watching(), _finishing(run):
         try:
             while True:
-                _agree_to_stop(run)
-                evaluate_and_sample(run)
-                if is_save_due(run):
-                    save(run)
-                if run.is_done:
-                    record_last_step(run)
-                    tidy(run)
-                yield from run.recorder.take()
-                if run.is_done:
-                    return
-                step(run)
+                try:
+                    _agree_to_go_on(run)
+                    if run.saver.is_ready:
+                        finish_save(run)
+                    evaluate_and_sample(run)
+                    if is_save_due(run):
+                        save(run, in_background=not run.is_done)
+                    if run.is_done:
+                        record_last_step(run)
+                        finish_save(run)
+                        tidy(run)
+                    run.watchdog.rest()
+                    yield from run.recorder.take()
+                    run.watchdog.alive()
+                    if run.is_done:
+                        return
+                    step(run)
+                except GoBack:
+                    finish_save(run)
+                    go_back(run)
         except (StopRequested, GeneratorExit):
-            save(run)
+            _save_unless_in_trouble(run)
             raise
 
 
+@contextlib.contextmanager
+def _finishing(run: Run) -> Iterator[None]:
+    """Whatever ends the loop, the checkpoint that is being written is finished; but not if Ctrl-C came again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        try:
+            finish_save(run)
+        except Exception as error:  # the first one is raised
+            run.display.say(f"a checkpoint could not be written: {error}")
+        run.saver.close()
+        raise
+    finish_save(run)
+    run.saver.close()
+
+
+def _agree_to_go_on(run: Run) -> None:
+    """A signal on any rank stops all of them, and bad steps that any rank has seen make all go back."""
+    is_stopped = not run.world.is_one and run.stopper.signal_name is not None
+    stopped, troubled = run.world.sums(float(is_stopped), float(run.guard.trouble is not None))
+    if stopped:
+        _stop(run)
+    if troubled:
+        raise GoBack
+
+
 def _agree_to_stop(run: Run) -> None:
-    """A signal on any rank stops all of them."""
+    """A signal on any rank stops all of them, where all of them ask this."""
     if not run.world.is_one and any(run.world.sums(float(run.stopper.signal_name is not None))):
-        run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
-        raise StopRequested
+        _stop(run)
+
+
+def _stop(run: Run) -> None:
+    run.stopper.signal_name = run.stopper.signal_name or "a signal on another rank"
+    raise StopRequested
+
+
+def _is_in_trouble(run: Run) -> bool:
+    """Whether the run must go back, after its last step, too. Ranks agree."""
+    record_last_step(run)
+    return any(run.world.sums(float(run.guard.trouble is not None)))
+
+
+def _save_unless_in_trouble(run: Run) -> None:
+    """Before the run ends. One that must go back does so when it goes on from its last checkpoint: it comes to the same
+    bad steps again."""
+    if not _is_in_trouble(run):
+        save(run)
+
+
+def _stop_if_asked(run: Run) -> None:
+    """Between batches of an evaluation, and between samples."""
+    run.check_stop()
+    _agree_to_stop(run)
 
 
 def step(run: Run) -> None:
     """One optimizer step over a whole batch, in micro-batches."""
     config, progress = run.config, run.progress
+    run.watchdog.step(progress.step + 1)
     if run.unrecorded is None:
         run.clock = Moment(run.device)
     asked = time.perf_counter()
@@ -167,38 +253,47 @@ def step(run: Run) -> None:
     random = random_states(run.device)
     run.ranks.seed(config.train.seed, progress.step)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
-    try:
-        loss, states = _accumulate(run, batch, num_targets)
-    except Exception as error:  # as if the step had not begun
-        run.optimizer.zero_grad(set_to_none=True)
-        if isinstance(error, torch.AcceleratorError):
-            raise  # the device can no longer be read
-        restore_random_states(random, run.device)
-        if is_out_of_memory(error):
-            mend = "lower --train.micro-batch-rows or --data.sequence-length, or take --train.recompute block"
-            raise _too_little_memory(run, f"micro-batches of {config.micro_batch_rows} rows", mend) from error
-        if not isinstance(error, StopRequested):
-            _save_what_is_done(run)
-        raise
+    while True:
+        try:
+            loss, states = _accumulate(run, batch, num_targets)
+            break
+        except Exception as error:  # as if the step had not begun
+            run.optimizer.zero_grad(set_to_none=True)
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the device can no longer be read
+            restore_random_states(random, run.device)
+            if is_out_of_memory(error):
+                if shrink(run):
+                    continue
+                mend = "lower --data.sequence-length, or take --train.recompute block"
+                raise _too_little_memory(run, f"micro-batches of {rows_of(run.config)}", mend) from error
+            if not isinstance(error, StopRequested):
+                _save_what_is_done(run)
+            raise
     run.pace.mark()
+    run.saver.before_update()
     try:
-        norm = update(run.ranks, run.optimizer, run.scaler, rate, config.optim.clip, run.pace.mark)
+        clip, mark = config.optim.clip, run.pace.mark
+        norm, skipped = update(run.ranks, run.optimizer, run.scaler, rate, clip, loss, mark)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(
             f"the optimizer's state does not fit in the memory of {run.device}; take a smaller --model"
         ) from error
-    run.carried = states
+    run.carried = states and states.map(lambda memory: torch.where(skipped.bool(), 0, memory))  # they may not be finite
     num_tokens = batch.tokens.numel() * mesh.data_size
+    loader, next_row = run.data.loader, progress.next_row
+    rows = loader.rows(next_row) if loader else range(next_row, next_row + batch.num_rows)
     progress.step += 1
     if run.average is not None:
         run.average.update(progress.step)
     progress.tokens += num_tokens
-    progress.next_row += batch.num_rows * mesh.data_size
-    numbers = Numbers(loss, norm)
+    progress.next_row = rows[-1] + 1
+    numbers = Numbers(loss, norm, skipped)
     record_last_step(run)
-    run.unrecorded = Step(numbers, rate, num_tokens, dataclasses.replace(progress), run.pace.times())
+    after, pace = dataclasses.replace(progress), run.pace
+    run.unrecorded = Step(numbers, rate, num_tokens, rows[0], after, pace.waited, pace.times())
     if run.device.type != "cuda":  # only a GPU works on by itself
         record_last_step(run)
 
@@ -218,7 +313,7 @@ def _too_little_memory(run: Run, what: str, mend: str) -> UserError:
 def _save_what_is_done(run: Run) -> None:
     """Before an error ends the run. A run that has not begun leaves nothing, and one rank alone cannot save."""
     if run.progress.step and run.world.is_one:
-        save(run)
+        _save_unless_in_trouble(run)
 
 
 def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | None]:
@@ -264,10 +359,10 @@ def record_last_step(run: Run) -> None:
     step, run.unrecorded = run.unrecorded, None
     if step is None:
         return
-    loss, norm = step.numbers.read()  # sync point
+    loss, norm, skipped = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
-    flops = run.config.model.flops_per_token(training=True) * step.num_tokens / run.world.size
+    flops = run.config.training_flops() * step.num_tokens / run.world.size
     run.matmul_flops = max(run.matmul_flops, flops / seconds)  # the machine may have been busy when it was measured
     record = {
         "type": "train",
@@ -281,59 +376,44 @@ def record_last_step(run: Run) -> None:
         "tokens_per_second": step.num_tokens / seconds,
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
+        "data_wait_seconds": step.waited,
         **run.pace.record(step.times, seconds),
     }
+    run.progress.skipped += round(skipped)
+    if run.progress.skipped:
+        record["skipped"] = run.progress.skipped
     if not run.has_trained:  # until now the config on disk was that of the step before
         if run.world.is_first:
             replace_json(run.folder / "config.json", run.config.to_json())
             history.note(run, step.progress.step - 1)
         run.has_trained = True
     run.recorder.write(record)
-    # Loss scaling skips the steps whose gradients overflow; without it, weights are lost after such a step.
-    if not math.isfinite(loss):
-        _set_unproven_aside(run)
-        raise _diverged(run, step.progress.step, "the loss is")
-    if not math.isfinite(norm) and not run.scaler.is_enabled():
-        raise _diverged(run, step.progress.step, "the gradient is")
-    run.proven_step = max(run.proven_step, step.progress.step - 1)
-    if run.saved_step == step.progress.step - 1:
+    warmup, rows = warmup_steps(run.total_steps, run.config.optim), (step.first_row, step.progress.next_row)
+    at, may_overflow = step.progress.step, run.scaler.is_enabled()
+    run.guard.judge(Judged(at, loss, rows, bool(skipped), may_overflow, in_warmup=at <= warmup))
+    if run.guard.num_bad:
+        return
+    run.proven_step = max(run.proven_step, at - 1)
+    if run.saved_step == at - 1:
         tidy(run)  # the checkpoint before it is no longer needed
 
 
-def _diverged(run: Run, step: int, what: str) -> RunError:
-    lower = min(run.config.optim.lr / 3, 1e-3)
-    again = f"Nothing was saved since step {run.saved_step:,}; go on from there"
-    if run.saved_step < 0:
-        again = "Nothing was saved yet; begin again"
-    return RunError(
-        f"training diverged: {what} not finite at step {step:,}. {again} with a lower learning rate "
-        f"(now {run.config.optim.lr:g}):\n"
-        f"  {resume_command(run.folder, run.world, f' --optim.lr {lower:.1g}')}"
-    )
-
-
-def _set_unproven_aside(run: Run) -> None:
-    """Set a checkpoint aside whose weights give no finite loss: no run can go on from it."""
-    if run.proven_step < run.saved_step:
-        folder = native.folder_of(run.folder, run.saved_step)
-        if not run.world.is_first:
-            return
-        place = native.set_aside(run.folder, [folder] if folder.is_dir() else [])
-        run.display.say(f"{folder.name} gives no finite loss; set aside in {place}")
-        saved = native.checkpoints(run.folder)
-        run.saved_step = native.step_of(saved[0]) if saved else -1
+def _diverged(run: Run, what: str) -> RunError:
+    finish_save(run)
+    return diverged(run, what)
 
 
 def _check_weights(run: Run) -> None:
     is_finite = all(parameter.isfinite().all() for parameter in run.ranks.parameters.values())
     if any(run.world.sums(float(not is_finite))):
-        raise _diverged(run, run.progress.step, "weights are")
+        raise _diverged(run, f"weights are not finite at step {run.progress.step:,}")
 
 
 def bits_per_byte_of(data: TokenStream | None, loss: float) -> float | None:
     return bits_per_byte(loss, data.counts, data.index.vocab_size) if data else None
 
 
+@region("evaluate")
 def evaluate_and_sample(run: Run) -> None:
     """Evaluate and sample, if this step is one for it. Nothing is recorded before both are done."""
     progress, config = run.progress, run.config
@@ -343,7 +423,8 @@ def evaluate_and_sample(run: Run) -> None:
     evaluates = run.data.val_ranges and _is_due(progress.step, config.train.eval_every, is_last)
     samples = _is_due(progress.step, config.track.sample_every, is_last)
     if evaluates or samples:
-        record_last_step(run)
+        if _is_in_trouble(run):
+            raise GoBack
         _check_weights(run)
     records = []
     if evaluates:
@@ -377,13 +458,15 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 def _evaluate(run: Run) -> Record:
     """The validation loss, which decides about the best checkpoint; and that of the averaged weights, if there are."""
     run.display.doing("evaluating")
+    run.watchdog.pause("an evaluation")
     result = _score(run)
     averaged: Record = {}
     if run.average is not None:
         with run.average.in_place_of_weights():
             averaged = {"ema_loss": _score(run).loss}
     run.display.doing("training")
-    run.proven_step = run.progress.step
+    if not run.guard.num_bad:
+        run.proven_step = run.progress.step
     return {
         "type": "eval",
         "step": run.progress.step,
@@ -402,12 +485,12 @@ def _score(run: Run) -> Score:
     batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
     padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
     own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
-    result = score(run.model, own, dtype=run.dtype, before_batch=run.check_stop)
+    result = score(run.model, own, dtype=run.dtype, before_batch=functools.partial(_stop_if_asked, run))
     if not run.world.is_one:
         loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
         result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
     if not math.isfinite(result.loss):
-        raise _diverged(run, run.progress.step, "the validation loss is")
+        raise _diverged(run, f"the validation loss is not finite at step {run.progress.step:,}")
     return result
 
 
@@ -424,17 +507,21 @@ def _sample(run: Run) -> Iterator[Record]:
     model, data = run.model, run.data
     if data.tokenizer is None:
         return
+    run.watchdog.pause("sampling")
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
     try:
         # FSDP2 has blocks in the run's dtype, and autocast brings what they are given into it
         with run.ranks.generating(), autocast(run.device, run.dtype if run.ranks.is_sharded else torch.float32):
             for number, prompt in enumerate(run.config.track.sample_prompts or _beginnings(run)):
-                run.check_stop()
+                _stop_if_asked(run)
                 text = generate_text(
                     model, data.tokenizer, [prompt], end_tokens=data.end_tokens, seed=number, **options
                 )
-                whole = "".join(piece for _, piece in text)
+                whole = ""
+                for _, piece in text:
+                    run.check_stop()
+                    whole += piece
                 yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
     finally:
         model.train()
@@ -452,42 +539,84 @@ def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:
 
 def is_save_due(run: Run) -> bool:
     step, config = run.progress.step, run.config.checkpoint
+    newest = run.saver.progress or run.saved
     is_best = config.keep_best and run.progress.best_step == step
-    if step == run.saved_step and run.progress.looked_at != run.saved_looked_at:
+    if step == newest.step and run.progress.looked_at != newest.looked_at:
         return True  # it was saved before it was evaluated
-    return step not in (0, run.saved_step) and (run.is_done or step % config.every == 0 or is_best)
+    return step not in (0, newest.step) and (run.is_done or step % config.every == 0 or is_best)
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of the last finished step, unless there is one."""
-    record_last_step(run)
-    progress = run.progress
-    if (progress.step, progress.looked_at) != (run.saved_step, run.saved_looked_at):
+@region("save")
+def save(run: Run, *, in_background: bool = False) -> None:
+    """Write a checkpoint of the last finished step, unless there is one. It is on disk when this returns, or, in the
+    background, after `finish_save`."""
+    finish_save(run)
+    if _is_in_trouble(run):
+        raise GoBack
+    progress = dataclasses.replace(run.progress)
+    if (progress.step, progress.looked_at) != (run.saved.step, run.saved.looked_at):
         run.display.doing("saving")
-        if run.metrics is not None and not run.metrics.is_in_place():
-            raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
+        run.watchdog.pause("saving")
+        _check_in_place(run)
         _check_weights(run)
-        weights = {name: run.ranks.sliced(name, parameter) for name, parameter in run.ranks.parameters.items()}
+        weights, beside = _weights(run)
         state = training_state(run)
-        files = native.snapshot(run.config.model, weights, run.data.tokenizer, run.data.end_tokens, state)
-        folder = native.write(run.folder, progress.step, files, run.world)
-        run.saved_step, run.saved_looked_at = progress.step, progress.looked_at
-        run.display.say(f"step {progress.step:,}: saved in {folder}")
+        files = native.snapshot(run.config.model, weights, run.data.tokenizer, run.data.end_tokens, state, beside)
+        write = functools.partial(native.write, run.folder, progress.step)
+        if not in_background or not run.saver.begin(progress, files, functools.partial(write, world=World())):
+            _note_saved(run, progress, write(files, world=run.world))
         run.display.doing("training")
     tidy(run)
 
 
+def finish_save(run: Run) -> None:
+    """Wait for the checkpoint that is being written, if there is one: before the next, and before a run ends or goes
+    back. What went wrong with it is raised here."""
+    if run.saver.progress is None:
+        return
+    run.display.doing("saving")
+    run.watchdog.pause("saving")
+    try:
+        progress, folder = run.saver.finish()
+    except (OSError, UserError):
+        _check_in_place(run)
+        raise
+    _note_saved(run, progress, folder)
+    run.display.doing("training")
+    tidy(run)
+
+
+def _note_saved(run: Run, progress: Progress, folder: Path) -> None:
+    """A checkpoint is on disk: it is the newest."""
+    run.saved = progress
+    run.display.say(f"step {progress.step:,}: saved in {folder}")
+
+
+def _check_in_place(run: Run) -> None:
+    if run.metrics is not None and not run.metrics.is_in_place():
+        raise RunError(f"the run folder {run.folder} was moved or deleted while it was trained; nothing is saved")
+
+
+def _weights(run: Run) -> tuple[dict[str, Tensor | Sliced], Contents | None]:
+    """The weights of a checkpoint, and the files that adapters add to it."""
+    if not run.config.lora.is_on:
+        return {name: run.ranks.sliced(name, tensor) for name, tensor in run.ranks.parameters.items()}, None
+    weights = lora.merged(run.ranks)
+    return weights, lora.contents(run.ranks, weights, run.config.lora, history.origin_of(run.folder, "init_from"))
+
+
 def tidy(run: Run) -> None:
-    """Note which checkpoint is the best, and delete those that are no longer kept. One more is kept until the weights
-    of the newest have given a finite loss."""
-    progress, config = run.progress, run.config.checkpoint
+    """Note which checkpoint is the best, and delete those that are no longer kept, as it was when the newest was saved:
+    a better one may not be on disk yet. Those whose weights have not given a good loss yet are not counted."""
+    saved, config = run.saved, run.config.checkpoint
     if not run.world.is_first:
         return
-    unproven = int(run.proven_step < run.saved_step and not run.is_done)
-    best = progress.best_step if config.keep_best else None
+    steps = [native.step_of(folder) for folder in native.checkpoints(run.folder)]
+    unproven = 0 if run.is_done else sum(step > run.proven_step for step in steps)
+    best = saved.best_step if config.keep_best else None
     if best is not None and native.folder_of(run.folder, best).is_dir():
-        replace_json(run.folder / "best.json", {"step": best, "loss": progress.best_loss})
-    native.retain(run.folder, config.keep_last + unproven, config.keep_every, best)
+        replace_json(run.folder / "best.json", {"step": best, "loss": saved.best_loss})
+    run.saver.delete(native.retain(run.folder, config.keep_last + unproven, config.keep_every, best))
 
 
 def training_state(run: Run) -> TrainingState:
@@ -496,23 +625,9 @@ def training_state(run: Run) -> TrainingState:
     optimizer, scaler = optimizer_tensors(run.ranks, run.optimizer), run.scaler.state_dict()
     rows = run.data.loader.fingerprint if run.data.loader else None
     metrics_bytes, config = run.metrics.length() if run.metrics else 0, run.config.to_json()
-    averaged = None
+    averaged, guard = None, run.guard.to_json()
     if run.average is not None:
         averaged = {name: run.ranks.sliced(name, tensor) for name, tensor in run.average.tensors.items()}
-    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config, averaged)
+    rest = scaler, rows, metrics_bytes, config, guard, averaged
+    state = TrainingState(progress, optimizer, random, run.carried, *rest)
     return state if run.world.is_one else dataclasses.replace(state, placed=run.ranks.sliced_state)
-
-
-def restore(run: Run, state: TrainingState) -> None:
-    """Put the run where the state was taken. Its progress, data and metrics were opened there."""
-    load_optimizer_tensors(run.ranks, run.optimizer, state.optimizer)
-    if run.average is not None and state.averaged is not None:
-        run.average.load(state.averaged)
-    if state.scaler:  # empty after a run without one
-        run.scaler.load_state_dict(dict(state.scaler))
-    if state.carried is not None:
-        run.carried = run.ranks.own_state(state.carried).map(lambda memory: memory.to(run.device))
-    if state.config["train"]["seed"] != run.config.train.seed:
-        torch.manual_seed(run.config.train.seed)
-    elif run.world.is_one:
-        restore_random_states(state.random, run.device)

@@ -45,6 +45,12 @@ class MetricsFile:
         os.fsync(self._file.fileno())
         return self._file.tell()
 
+    def cut(self, length: int) -> None:
+        """Remove all after the first `length` bytes."""
+        self._file.flush()
+        self._file.truncate(length)
+        self._file.seek(0, os.SEEK_END)
+
     def is_in_place(self) -> bool:
         """Whether the file is still where it was opened."""
         try:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import ConfigError, ModelConfig, OptimConfig
 from ..parallel import Ranks, Sliced
 from . import int8, muon
+from .profiling import region
 
 # A parameter whose name ends so is never decayed: the state's decay rates and skip, dt's bias, norms, other biases.
 WITHOUT_DECAY = ("A_log", "D", "dt_bias", "norm.weight", "norm_f.weight", "bias")
@@ -57,16 +58,19 @@ def check_same_optimizer(before: OptimConfig, now: OptimConfig) -> None:
         )
 
 
+@region("update")
 def update(
     ranks: Ranks,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     lr: float,
     clip: float | None,
+    loss: Tensor,
     after_sum: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """One optimizer step: sum the gradients over ranks, unscale them, clip their norm, step, clear them. Gives the norm
-    before clipping."""
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step: sum the gradients over ranks, unscale them, clip their norm, step, clear them. Where the loss
+    or the norm is not finite on any rank, weights and optimizer stay as they are; the device decides that by itself.
+    Gives the norm before clipping, and 1 for a skipped step, else 0."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -75,13 +79,30 @@ def update(
     ranks.reduce_gradients()
     after_sum()
     scaler.unscale_(optimizer)
-    ranks.agree_on_overflow(scaler, optimizer)
-    norm = ranks.clip(clip)
-    scaler.step(optimizer)
+    norm, skipped = ranks.clip(clip, loss)
+    if scaler.is_enabled():  # its scale falls after a skipped step, on all ranks
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.copy_(skipped)
+    _step_unless(skipped, optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     ranks.after_update()
-    return norm
+    return norm, skipped
+
+
+def _step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step, or change nothing. Fused kernels read the flag on their device, as torch's loss scaling lets them do."""
+    if not optimizer.defaults.get("fused"):
+        if not skipped:  # sync point, on devices and with optimizers that have no such kernels
+            optimizer.step()
+        return
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    # Torch copies a flag to the CPU without waiting for it. Offloaded parameters are stepped there.
+    optimizer.found_inf = skipped if devices == {skipped.device} else skipped.cpu()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:

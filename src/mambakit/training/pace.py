@@ -37,19 +37,20 @@ class Pace:
     world: World
     device: torch.device
     pass_seconds: float = 0.0  # of this rank, in the last step that was recorded
+    waited: float = 0.0  # seconds for the rows of this step, by the rank that waited longest
     _moments: list[Moment] = field(default_factory=list)
-    _waited: float = 0.0  # by the rank that waited longest for its rows
     _slowest: tuple[float, int] = 0.0, 0  # seconds of the slowest rank's passes, and who it was
 
     def begin(self, targets: int, waited: float, copies: int) -> int:
         """Tell the others how many targets this rank's rows have, of which so many ranks have a copy. Gives those of
         the whole batch."""
+        self.waited = waited
         if self.world.is_one:
             return targets
         whole = round(self.world.sums(targets)[0]) // copies
         # One number for the time and the rank, so that the largest says both; a gather would grow with the ranks.
         mine = round(self.pass_seconds / TICK) * MOST_RANKS + self.world.rank
-        self._waited, slowest = self.world.largest(waited, mine)
+        self.waited, slowest = self.world.largest(waited, mine)
         ticks, rank = divmod(round(slowest), MOST_RANKS)
         self._slowest = ticks * TICK, rank
         self._moments = [Moment(self.device)]
@@ -70,7 +71,6 @@ class Pace:
         self.pass_seconds = times.pass_seconds
         seconds_of_slowest, rank = self._slowest
         return {
-            "data_wait_seconds": self._waited,
             "slowest_rank": rank if seconds_of_slowest else None,
             "slowest_pass_seconds": seconds_of_slowest or None,
             "sum_share": times.sum_seconds / seconds,

@@ -6,7 +6,7 @@ captured once as a CUDA graph, which one call replays: the same kernels in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +19,8 @@ from ..files import RunError
 from ..model import Output, State
 from ..parallel import Ranks
 from ..progress import say
+
+Shape = tuple[int, int]  # rows, length
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class PlainPass:
 class Kind(NamedTuple):
     """Of a pass: each has a graph of its own."""
 
+    rows: int
     adds: bool  # to the gradients of passes before it
     reduces: bool  # them over ranks, which FSDP2 does in a pass
 
@@ -66,16 +69,16 @@ class GraphedPass:
     """A pass as CUDA graphs: one that sets the gradients, and one that adds to them; with FSDP2 each of these twice,
     for passes that sum gradients over ranks and for those that do not.
 
-    A batch is captured if its tokens have this `shape`. That does not depend on the batches before it, so a resumed run
-    computes the same. For the same reason the pass that must run before a capture has no effect. Where a capture fails,
-    for want of memory perhaps, passes are plain.
+    A batch is captured if its tokens have one of these `shapes`. That does not depend on the batches before it, so a
+    resumed run computes the same. For the same reason the pass that must run before a capture has no effect. Where a
+    capture fails, for want of memory perhaps, passes are plain.
     """
 
-    def __init__(self, plain: Callable[..., tuple[Tensor, ...]], ranks: Ranks, shape: tuple[int, ...]) -> None:
-        self._plain, self._ranks, self._shape = plain, ranks, torch.Size(shape)
+    def __init__(self, plain: Callable[..., tuple[Tensor, ...]], ranks: Ranks, shapes: Iterable[Shape]) -> None:
+        self.plain, self._ranks, self._shapes = plain, ranks, {torch.Size(shape) for shape in shapes}
         self._parameters = list(ranks.model.parameters())
         self._captured: dict[Kind, Captured] = {}
-        self._inputs: tuple[Tensor | None, ...] = ()
+        self._inputs: dict[int, tuple[Tensor | None, ...]] = {}  # by rows
         self._gradients: list[Tensor | None] = []  # after the last replay
         # Memory of all graphs, which take turns. Torch keeps it by stream, so that they share one.
         self._pool: Any = None
@@ -89,23 +92,25 @@ class GraphedPass:
 
     def release(self) -> None:
         """Free the memory of the graphs. The next pass is captured anew."""
-        self._captured, self._inputs, self._gradients = {}, (), []
+        self._captured, self._inputs, self._gradients = {}, {}, []
         self._pool, self.hidden_bytes = None, 0
         torch.cuda.empty_cache()
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        kind = Kind(any(parameter.grad is not None for parameter in self._parameters), self._ranks.reduces)
+        rows = inputs[0].shape[0] if inputs[0] is not None else 0
+        kind = Kind(rows, any(parameter.grad is not None for parameter in self._parameters), self._ranks.reduces)
         if not self._can_replay(inputs, kind):
-            return self._plain(*inputs)
-        if not self._inputs:
-            self._inputs = tuple(torch.empty_like(given) if given is not None else None for given in inputs)
-        for held, given in zip(self._inputs, inputs, strict=True):
+            return self.plain(*inputs)
+        is_new = rows not in self._inputs
+        if is_new:
+            self._inputs[rows] = tuple(torch.empty_like(given) if given is not None else None for given in inputs)
+        for held, given in zip(self._inputs[rows], inputs, strict=True):
             if held is not None and given is not None:
                 held.copy_(given)
         if kind not in self._captured:
-            self._capture(kind)
+            self._capture(kind, warms_up=is_new)
         if self._is_refused:
-            return self._plain(*inputs)
+            return self.plain(*inputs)
         captured = self._captured[kind]
         captured.graph.replay()
         self._set_gradients(captured.gradients)
@@ -113,18 +118,18 @@ class GraphedPass:
 
     def _can_replay(self, inputs: tuple[Tensor | None, ...], kind: Kind) -> bool:
         first = inputs[0]
-        if self._is_refused or first is None or first.shape != self._shape:
+        if self._is_refused or first is None or first.shape not in self._shapes:
             return False
         here = zip(self._parameters, self._gradients, strict=False)
         return not kind.adds or (bool(self._gradients) and all(parameter.grad is held for parameter, held in here))
 
-    def _capture(self, kind: Kind) -> None:
+    def _capture(self, kind: Kind, *, warms_up: bool) -> None:
         device = self._ranks.model.device
         current = torch.cuda.current_stream(device)
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         random = torch.cuda.get_rng_state(device)
-        if not kind.adds:
-            self._warm_up(stream)
+        if warms_up:
+            self._warm_up(stream, kind)
             torch.cuda.set_rng_state(random, device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,7 +137,7 @@ class GraphedPass:
         try:
             # Threads that load data may make calls that a capture forbids.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                outputs = self._plain(*self._inputs)
+                outputs = self.plain(*self._inputs[kind.rows])
         except RuntimeError as error:  # too little memory, for example
             why = str(error).splitlines()[0]
             if self._ranks.is_sharded:  # FSDP2 is left in the middle of a pass
@@ -149,16 +154,18 @@ class GraphedPass:
         torch.cuda.reset_peak_memory_stats(device)
         self._captured[kind] = Captured(graph, outputs, [parameter.grad for parameter in self._parameters])
 
-    def _warm_up(self, stream: torch.cuda.Stream) -> None:
+    def _warm_up(self, stream: torch.cuda.Stream, kind: Kind) -> None:
         """One pass without effect: it compiles, and allocates what is kept between passes."""
         current = torch.cuda.current_stream(stream.device)
+        before = [parameter.grad for parameter in self._parameters]
+        self._set_gradients([None] * len(self._parameters))
         stream.wait_stream(current)
         reduces, self._ranks.reduces = self._ranks.reduces, True  # nothing is left of it but gradients
         with torch.cuda.stream(stream):
-            self._plain(*self._inputs)
+            self.plain(*self._inputs[kind.rows])
         self._ranks.reduces = reduces
         current.wait_stream(stream)
-        self._set_gradients([None] * len(self._parameters))
+        self._set_gradients(before)
 
     def _set_gradients(self, gradients: list[Tensor | None]) -> None:
         self._gradients = gradients
@@ -177,12 +184,12 @@ Pass = PlainPass | GraphedPass
 
 
 def make_pass(
-    ranks: Ranks, scaler: GradScaler, dtype: torch.dtype, *, shape: tuple[int, int], compiled: bool, graphed: bool
+    ranks: Ranks, scaler: GradScaler, dtype: torch.dtype, *, shapes: Iterable[Shape], compiled: bool, graphed: bool
 ) -> Pass:
-    """The pass over micro-batches of this shape: CUDA graphs on a GPU, unless torch.compile is used."""
+    """The pass over micro-batches of these shapes: CUDA graphs on a GPU, unless torch.compile is used."""
     model = ranks.model
     device = model.device
     plain = PlainPass(torch.compile(model) if compiled else model, scaler, device, dtype, model.state_of)
     if not graphed or compiled or device.type != "cuda" or not ranks.can_be_captured:
         return plain
-    return GraphedPass(plain, ranks, shape)
+    return GraphedPass(plain, ranks, shapes)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..checkpoint import CheckpointError, huggingface, load, native
+from ..checkpoint import CheckpointError, native
 from ..checkpoint.state import Progress, TrainingState
 from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, read_config, resolve
 from ..data.loader import Loader
@@ -28,24 +27,31 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..parallel import Mesh, Ranks, World, code_digest, mesh_of, parallelize
 from ..progress import say, silence
-from . import history, int8
-from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, find_shards, open_data
+from . import history, int8, lora
+from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, check_tokenizer_spec, find_shards, open_data
 from .display import Display
 from .ema import WeightAverage
+from .fitting import fitted, limit_memory, pass_of, try_out
+from .guard import Guard
 from .history import Origin
-from .loop import Run, loop, restore, save, tidy
+from .loop import Run, loop, save, tidy
 from .metrics import MetricsFile
 from .optim import check_same_optimizer, make_optimizer
 from .pace import Pace
-from .passes import make_pass
+from .profiling import profiled
 from .recorder import Recorder
+from .rollback import restore
+from .saver import Saver, check_background
 from .sizing import check_memory, default_settings
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
+from .trackers import check_installed
+from .tracking import tracked
+from .watchdog import Watchdog
+from .weights import first_weights
 
-# Settings of a model that its weights do not depend on.
-FREE_MODEL_SETTINGS = ("dropout", "chunk_size")
+CHOSEN_BY_MEMORY = {"train": {"micro_batch_rows": None, "recompute": "auto"}}
 Layers = Sequence[Mapping[str, Any]]  # of settings, of which later ones win
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
@@ -73,6 +79,7 @@ def train(
     out: str | Path | None = None,
     resume: Resume = False,
     init_from: str | Path | None = None,
+    profile: bool = False,
     quiet: bool = False,
 ) -> Result:
     """Train a model as `config` says, in the run folder `out`.
@@ -81,10 +88,11 @@ def train(
     is a `Batch`, a mapping with `tokens`, `targets` and optionally `doc_ids` and `loss_mask`, or L+1 tokens a row, as a
     tensor, an array or lists. `resume` goes on from the newest good checkpoint of `out`, or from the one named; where
     there is none yet, the run starts. Give `batches` from their beginning: those that the run has seen are skipped.
-    `init_from` starts with the weights of another model. `quiet` shows nothing.
+    `init_from` starts with the weights of another model. `profile` writes a trace of three steps, and says where their
+    time went. `quiet` shows nothing.
     """
     with silence() if quiet else contextlib.nullcontext():
-        return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from)
+        return train_layers([_layer(config)], batches, out=out, resume=resume, init_from=init_from, profile=profile)
 
 
 def training_steps(
@@ -96,7 +104,8 @@ def training_steps(
     init_from: str | Path | None = None,
     quiet: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval or sample.
+    """`train`, step by step: gives each record of metrics.jsonl when it is written, `type` being train, eval,
+    sample or rollback.
 
     Breaking out of the loop saves the run. So does Ctrl-C, which then raises KeyboardInterrupt.
     """
@@ -124,10 +133,11 @@ def train_layers(
     out: str | Path | None = None,
     resume: Resume = False,
     init_from: str | Path | None = None,
+    profile: bool = False,
 ) -> Result:
     """`train`, with the config as layers of the settings that were given. A resumed run keeps all others."""
     with _opened(layers, batches, out, resume, init_from) as run:
-        for _ in _train(run):
+        for _ in profiled(run, _train(run)) if profile else _train(run):
             pass
     progress, best_loss = run.progress, run.progress.best_loss
     return Result(run.folder, progress.step, run.total_steps, best_loss, run.stopped_by, run.world.is_first)
@@ -135,13 +145,15 @@ def train_layers(
 
 def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
     """The config that a new run would have, as far as it is known before text is prepared."""
-    layers = [*Start.of_model(init_from).settings, *layers]
+    start = Start.of_model(init_from)
+    layers = [*start.settings, *layers]
     config = resolve(*layers)
     folder = Path(config.data.path[0]) if config.data.path else None
     if folder is None or not is_shards(folder):
         return config
     index = read_index(folder)
-    defaults = default_settings(layers, index, choose_device(config.parallel.device))
+    device, is_tuning = choose_device(config.parallel.device), start.init_from is not None
+    defaults = default_settings(layers, index, device, is_tuning=is_tuning)
     return resolve(defaults, *layers, vocab_size=index.vocab_size)
 
 
@@ -165,7 +177,12 @@ def _opened(
             start = Start.of(folder, resume, init_from)
             if resume and start.is_new:
                 say(f"there is no run in {folder} yet; a new one begins")
-            config, shards, origin = _resolve_with_data(start, layers, has_batches=batches is not None)
+            asks = any((layer.get("train") or {}).get("vram", "auto") != "auto" for layer in layers)
+            chooses = batches is None and (start.is_new or asks)  # a resumed run keeps what was chosen
+            again = [CHOSEN_BY_MEMORY] if chooses and not start.is_new else []
+            config, shards, origin = _resolve_with_data(start, [*again, *layers], has_batches=batches is not None)
+            if chooses:
+                config = fitted(config, world, choose_device(config.parallel.device))
             return {
                 "start": start.to_json(),
                 "config": config.to_json(),
@@ -182,11 +199,13 @@ def _opened(
         start, config = Start.of_json(decided["start"]), resolve(decided["config"])
         shards = Path(decided["shards"]) if decided["shards"] else None
         device = choose_device(config.parallel.device)
+        limit_memory(config, device)
         stack.callback(world.leave)
         world.start(device)
         if shards is not None:
             world.same("their data", read_index(shards).fingerprint)
         mesh = mesh_of(config, world, device)
+        check_background(config.checkpoint.background, world)
         ranks = build(start, config, device, mesh)
         run = _assemble(start, config, world, ranks, shards, batches, decided["origin"])
         if run.metrics is not None:
@@ -197,6 +216,7 @@ def _opened(
             save(run)  # before config.json, which makes it a run: no seed can draw these weights again
         if world.is_first and not (start.folder / "config.json").exists():
             replace_json(start.folder / "config.json", run.config.to_json())
+        stack.enter_context(tracked(run))
         yield run
 
 
@@ -213,9 +233,11 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     shards, and a new run the settings that nobody has given. Mistakes are told before text is prepared."""
     layers = [*start.settings, *given]
     config = resolve(*layers)
+    check_installed(config.track.to)
     if not config.data.path and not has_batches:
         raise ConfigError("there is nothing to train on; name a folder of shards or of text with --data PATH")
     _check_used(given, config)
+    lora.check(config, start)
     if not start.is_new and config.data.path and not os.path.lexists(config.data.path[0]) and not has_batches:
         named = history.origin_of(start.folder, "data")
         raise UserError(
@@ -233,11 +255,14 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
     origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
+    if start.init_from is not None:
+        check_tokenizer_spec(config, start.init_from)
     shards = find_shards(config, start.folder)
     if shards:
         index = read_index(shards)
         if start.is_new:
-            layers = [default_settings(layers, index, device), *layers, {"data": {"tokenizer": index.tokenizer}}]
+            defaults = default_settings(layers, index, device, is_tuning=start.init_from is not None)
+            layers = [defaults, *layers, {"data": {"tokenizer": index.tokenizer}}]
         # Where the shards are, so that a resumed run finds them although the text has changed since.
         layers = [*layers, {"data": {"path": [str(shards.absolute())]}}]
         config = resolve(*layers, vocab_size=index.vocab_size)
@@ -251,32 +276,12 @@ def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> 
     check_memory(config, mesh, device)
     with torch.device("meta"):
         model = MambaLM(config.model)
+    if config.lora.is_on:
+        lora.add_adapters(model, config.lora)
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
-    ranks.load(_first_weights(start, config), device)
+    ranks.load(first_weights(start, config, model), device)
     model.train()
     return ranks
-
-
-def _first_weights(start: Start, config: RunConfig) -> dict[str, Tensor]:
-    if start.checkpoint is not None:
-        loaded = huggingface.read(start.checkpoint, torch.float32)
-    else:
-        torch.manual_seed(config.train.seed)
-        drawn = MambaLM(config.model).state_dict()  # drawn even if weights are read: dropout uses the same generator
-        if start.init_from is None:
-            return drawn
-        loaded = load(start.init_from, dtype=torch.float32).model
-    mine, theirs = config.model.model_dump(), loaded.config.model_dump()
-    different = [
-        f"{name} is {theirs[name]} there and {value} in the config"
-        for name, value in mine.items()
-        if theirs[name] != value and name not in FREE_MODEL_SETTINGS
-    ]
-    if different:
-        raise CheckpointError(f"{start.weights} holds another model: {'; '.join(different)}")
-    if not all(parameter.isfinite().all() for parameter in loaded.parameters()):
-        raise CheckpointError(f"the weights of {start.weights} are not finite; start from another model")
-    return loaded.state_dict()
 
 
 def _assemble(
@@ -307,35 +312,35 @@ def _assemble(
         _set_newer_aside(start, state)
         _repair_best(start.folder, progress)
     model.backbone.recompute = choose_recompute(config.train.recompute, device)
+    model.backbone.recompute_every = config.train.recompute_every
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    own_rows, length = config.batch_rows // ranks.mesh.data_size, config.data.sequence_length // ranks.mesh.cp
-    shape = min(config.micro_batch_rows, own_rows), length
-    # FSDP2 takes all passes in one way: those of the first steps, which may have fewer or shorter rows, too.
-    is_even = config.growth.first_batch_rows // ranks.mesh.data_size % shape[0] == 0 and not config.data.length_warmup
     display = Display(total_steps, progress.step, config.track.log_every)
-    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
-        replace_json(start.folder / "config.json", config.to_json())  # a start that is interrupted can go on
+    saver = Saver(config.checkpoint.background, device, world, display.say)
     flops, metrics = matmul_flops(device, dtype), None
     if world.is_first:
         metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
     sinks = [metrics.write, display.show] if metrics else []
     changed = resolve(state.config).differences(config) if state else []
+    is_proven = bool(changed) or progress.step in (0, progress.best_step)
+    guarded = state.guard if state and not changed else {}  # other settings may have other losses
+    guard = Guard.of(config.guard, guarded, progress.next_row, looks_for_spikes=not config.data.carry_state)
     run = Run(
         start, config, device, dtype, model, world, ranks,
-        run_micro_batch=make_pass(
-            ranks, scaler, dtype, shape=shape, compiled=config.train.compile,
-            graphed=config.train.cuda_graph and (is_even or not ranks.is_sharded),
-        ),
+        run_micro_batch=pass_of(config, ranks, scaler, dtype),
         optimizer=make_optimizer(ranks.parameters, config.optim, device, config.model), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
-        pace=Pace(world, device), recorder=Recorder(*sinks), stopper=Stopper(display.stopping), progress=progress,
-        saved_step=progress.step if start.is_own else -1, saved_looked_at=progress.looked_at,
-        # The weights are known to be good if they were the best, or the first. If settings have changed, a loss that is
-        # not finite may be due to these.
-        proven_step=progress.step if changed or progress.step in (0, progress.best_step) else -1,
+        pace=Pace(world, device), saver=saver, recorder=Recorder(*sinks), stopper=Stopper(display.stopping),
+        progress=progress, saved=dataclasses.replace(progress) if start.is_own else Progress(step=-1),
+        guard=guard, watchdog=Watchdog(start.folder, world.rank, config.guard.hang_seconds),
+        # The weights are known to be good if they were the best, or the first. If settings have changed, a bad loss may
+        # be due to these. Else what was before the last good step is good.
+        proven_step=progress.step - (0 if is_proven else 1 + guard.num_bad),
         changed=changed, origin=origin,
         average=WeightAverage(ranks.parameters, config.optim.ema) if config.optim.ema is not None else None,
     )  # fmt: skip
+    try_out(run)
+    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
+        replace_json(start.folder / "config.json", run.config.to_json())  # a start that is interrupted can go on
     if world.is_first:
         introduce(run)
     if state:
@@ -378,6 +383,7 @@ def _is_tokenizer_of(folder: Path, spec: str) -> bool:
 def _train(run: Run) -> Iterator[dict[str, Any]]:
     if run.is_done and run.saved_step == run.progress.step:
         tidy(run)
+        run.saver.close()
         ended, more = f"the run is complete: {run.progress.step:,} steps", "--train.steps"
         if run.stopped_early:
             patience = run.config.train.early_stop
@@ -425,7 +431,8 @@ def _set_newer_aside(start: Start, state: TrainingState | None) -> None:
     folder, checkpoint = start.folder, start.checkpoint
     last = state.progress.step if state else -1
     newer = [path for path in native.checkpoints(folder) if native.step_of(path) > last]
-    if place := native.set_aside(folder, newer):
+    if newer:
+        place = native.set_aside(folder, newer)
         say(f"set aside in {place}: {', '.join(path.name for path in newer)}")
         for name in ("metrics.jsonl", history.NAME):
             if (folder / name).exists():
@@ -481,7 +488,7 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
         last_row: float = progress.next_row - (-left // config.data.sequence_length)
     else:
         assert config.train.epochs is not None
-        last_row = config.train.epochs * loader.epoch_rows
+        last_row = progress.next_row + max(0.0, config.train.epochs * loader.epoch_rows - progress.rows_read)
     return progress.step + config.growth.steps_between(progress.next_row, last_row)
 
 

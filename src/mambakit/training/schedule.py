@@ -9,11 +9,14 @@ from ..config import OptimConfig
 LONGEST_DEFAULT_WARMUP = 2000
 
 
+def warmup_steps(total_steps: int, config: OptimConfig) -> int:
+    """How many steps the rate rises."""
+    return config.warmup_steps if config.warmup_steps is not None else min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
+
+
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """The rate of step 1…total_steps: a linear rise to the peak, then the schedule, which ends at min_lr."""
-    warmup, decay = config.warmup_steps, config.decay_steps
-    if warmup is None:
-        warmup = min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
+    warmup, decay = warmup_steps(total_steps, config), config.decay_steps
     if step <= warmup:
         return config.lr * step / warmup
     if config.schedule == "constant":

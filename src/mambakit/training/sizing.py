@@ -17,7 +17,7 @@ from ..config import ConfigError, RunConfig, TrainConfig, resolve
 from ..data.shards import Index
 from ..device import choose_recompute
 from ..parallel import Mesh
-from ..planning import largest
+from ..planning import largest, memory
 from ..presets import RECIPES
 from ..progress import duration
 
@@ -31,12 +31,16 @@ HOW_TO_TRAIN = (("optim",), ("train", "batch_tokens"), ("data", "sequence_length
 SHORT_RUN_STEPS = 1000  # of the usual batch: a shorter run takes more steps with smaller batches
 WIDEST_AT_HIGH_RATE = 256  # d_model up to which a short run's learning rate is the laptop recipe's
 
+# Learning rates for weights that were trained before, and for adapters of them, which are small at first.
+TUNING = {"lr": 1e-4, "min_lr": 1e-5}
+TUNING_ADAPTERS = {"lr": 5e-4, "min_lr": 5e-5}
+
 # The share of the matrix rate that a training step comes to, for want of a measurement.
 USUAL_MFU = {"cpu": 0.5, "cuda": 0.35}
 # Of a micro-batch, however small: launches, and the host. And before the first step: compiling.
 LEAST_SECONDS = {"cpu": 2e-2, "cuda": 3e-3}
 STARTING_SECONDS = {"cpu": 2.0, "cuda": 15.0}
-# Bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
+# On a CPU: bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
 KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}
 FP32_BYTES = 4
 PROCESS_BYTES = 0.65e9  # with torch, and its workspace
@@ -44,18 +48,25 @@ PROCESS_BYTES = 0.65e9  # with torch, and its workspace
 LONG_SECONDS = 86400.0
 
 
-def default_settings(layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device) -> dict[str, Any]:
-    """Settings for what no layer gives: the model, the length of the run, and how a short one is trained."""
+def default_settings(
+    layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device, *, is_tuning: bool = False
+) -> dict[str, Any]:
+    """Settings for what no layer gives: the model, the length of the run, how a short one is trained, and, with
+    `is_tuning`, a learning rate for weights that were trained before."""
     found: dict[str, Any] = {}
     if not _gives(layers, "model"):
         found["model"] = _model_size(layers, index, device)
     config = resolve(found, *layers, vocab_size=index.vocab_size)
+    has_recipe = any("recipe" in layer for layer in layers)
+    says_how = has_recipe or any(_gives(layers, *place) for place in HOW_TO_TRAIN)
+    tuning = {}
+    if is_tuning and not has_recipe and not _gives(layers, "optim"):
+        tuning = found["optim"] = TUNING_ADAPTERS if config.lora.is_on else TUNING
     if config.train.has_length:
         return found
     tokens = _tokens(config, index.counts["train"].tokens, device)
-    says_how = any("recipe" in layer for layer in layers) or any(_gives(layers, *place) for place in HOW_TO_TRAIN)
     if not says_how and tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
-        found |= _short(config)
+        found |= _short(config) | ({"optim": tuning} if tuning else {})
         config = resolve(found, *layers, vocab_size=index.vocab_size)
     steps = max(1, config.growth.steps_between(0, tokens // config.train.batch_tokens * config.batch_rows))
     return {**found, "train": {**found.get("train", {}), "steps": steps}}
@@ -88,7 +99,7 @@ def _tokens(config: RunConfig, train_tokens: int, device: torch.device) -> int:
     return min(
         TOKENS_PER_PARAMETER * config.model.num_parameters(),
         MOST_EPOCHS * train_tokens,
-        int(flops / config.model.flops_per_token(training=True)),
+        int(flops / config.training_flops()),
     )
 
 
@@ -155,6 +166,7 @@ class Cost:
 
 def cost(
     config: RunConfig,
+    mesh: Mesh,
     steps: int,
     epoch_rows: int | None,
     device: torch.device,
@@ -166,14 +178,20 @@ def cost(
     rows = config.growth.row_after(next_row, steps) - next_row
     tokens = rows * config.data.sequence_length
     passes = max(steps, rows * -(-config.batch_rows // config.micro_batch_rows) // config.batch_rows)
-    computing = tokens * config.model.flops_per_token(training=True) / flops / USUAL_MFU.get(device.type, 0.3)
-    kept = KEPT_BYTES[choose_recompute(config.train.recompute, device)] * (2 if dtype == torch.float32 else 1)
-    held_tokens = config.micro_batch_rows * config.data.sequence_length
-    activations = held_tokens * config.model.num_layers * config.model.d_model * kept
+    computing = tokens * config.training_flops() / flops / USUAL_MFU.get(device.type, 0.3)
+    recompute = choose_recompute(config.train.recompute, device)
+    if device.type == "cuda":
+        taken = memory(config, mesh, config.micro_batch_rows, recompute, dtype.itemsize).total
+    else:
+        kept = KEPT_BYTES[recompute] * (2 if dtype == torch.float32 else 1)
+        held_tokens = config.micro_batch_rows * config.data.sequence_length
+        activations = held_tokens * config.model.num_layers * config.model.d_model * kept
+        state_bytes = FP32_BYTES if config.lora.is_on else 2 * FP32_BYTES + config.optim.state_bytes
+        taken = PROCESS_BYTES + state_bytes * config.model.num_parameters() + activations
     return Cost(
         steps,
         tokens,
         rows / epoch_rows if epoch_rows else None,
         STARTING_SECONDS.get(device.type, 5.0) + max(computing, passes * LEAST_SECONDS.get(device.type, 0.0)),
-        PROCESS_BYTES + (2 * FP32_BYTES + config.optim.state_bytes) * config.model.num_parameters() + activations,
+        taken,
     )

@@ -18,8 +18,9 @@ from ..parallel import World
 from ..progress import say
 from . import history
 
+POSITIONS = "positions.json"  # of a run that was made by `lengthen`: perplexity by position
 # All that a run has which was killed before its first step, or while its config.json was written.
-WRITTEN_FIRST = {"lock", "parameters.txt", history.NAME, ".config.json.new"}
+WRITTEN_FIRST = {"lock", "parameters.txt", history.NAME, ".config.json.new", POSITIONS}
 Resume = bool | str | Path  # from the newest good checkpoint, or from the one named
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-STOPPED_AFTER_SAVING = 75  # the exit status
+from .. import signals
+from ..signals import SIGNALS, STOPPED_AFTER_SAVING
+
+__all__ = ["SIGNALS", "STOPPED_AFTER_SAVING", "StopRequested", "Stopper"]
+
 SECONDS_BEFORE_FORCE = 1.0
-# Ctrl-C; a scheduler's end; a closed terminal; what Slurm sends ahead of the end (--signal=USR1@60). Windows has two.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error
@@ -37,45 +38,26 @@ class Stopper:
             raise StopRequested
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, has_nothing_to_save: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Handle signals within the block, in the main thread; Python allows no other. A signal that the process was
-        started to ignore, as nohup does with SIGHUP, stays ignored."""
+        started to ignore, as nohup does with SIGHUP, stays ignored. While a run `has_nothing_to_save`, as when its
+        first step compiles, a command that cannot stop in time ends as it is."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        with self._answering():
-            before = {number: signal.signal(number, self._handle) for number in handled}
+
+        def late(name: str) -> None:
+            if has_nothing_to_save():
+                signals.end_process(name)
+
+        with signals.watched(late, self._answer):
+            before = {number: signal.signal(number, self._handle) for number in signals.handled()}
+            self.signal_name = self.signal_name or signals.first()
             try:
                 yield
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        if os.name == "nt":  # which writes to sockets alone
-            yield
-            return
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        thread = threading.Thread(target=self._answer_first, args=(reading,), name="signals", daemon=True)
-        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        thread.start()
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            os.close(writing)  # which ends the thread
-            thread.join()
-            os.close(reading)
-
-    def _answer_first(self, reading: int) -> None:
-        answered = False
-        while number := os.read(reading, 1):
-            if number[0] in SIGNALS and not answered:
-                answered = True
-                self._answer(signal.Signals(number[0]).name)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:

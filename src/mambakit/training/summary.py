@@ -39,7 +39,8 @@ def introduce(run: Run) -> None:
         if growing := _growing(config):
             say(f"at first, {growing}")
     if left > 0 and run.data.train and not run.stopped_early:
-        ahead = cost(config, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops, run.progress.next_row)
+        at = run.progress.next_row
+        ahead = cost(config, run.ranks.mesh, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops, at)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
         for warning in ahead.warnings(total_memory(run.device)):
             say(f"note: {warning}")

@@ -1,0 +1,108 @@
+"""Does the plan of memory hold, and is its choice fast? Runs `mambakit train` on one GPU.
+
+    python benchmarks/cards.py SHARDS --out cards.json           every --vram with small, medium and large, 20 steps
+    python benchmarks/cards.py SHARDS --out auto.json --auto     the whole card, beside micro-batches chosen by hand
+
+For each run: what was planned, the measured peak (allocated by torch, CUDA graphs included), the share of the card, and
+tokens/s as the median of the last steps. Results are added to the file after each run, and runs that are there already
+are left out, so that it can be stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mambakit.config import read_config, resolve
+from mambakit.parallel import Mesh
+from mambakit.planning import CARDS, card_bytes, memory
+
+GIB = 2**30
+LENGTH, STEPS = 2048, 20
+# Rows at once and what is recomputed, as a person would try them.
+BY_HAND = {
+    "130m": [(16, "light"), (32, "none"), (32, "light"), (64, "none")],
+    "790m": [(8, "none"), (16, "none"), (16, "light"), (32, "mixer")],
+    "780m": [(8, "none"), (16, "none"), (16, "light"), (32, "mixer")],
+    "2.8b": [(4, "none"), (4, "light"), (8, "light"), (16, "mixer")],
+    "2.7b": [(4, "none"), (4, "light"), (8, "light"), (16, "mixer")],
+}
+
+
+def train(shards: Path, *words: object) -> dict[str, Any]:
+    """A run, and what it came to."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        fixed = ["--data.sequence-length", LENGTH, "--train.steps", STEPS, "--train.eval-every", 0]
+        fixed += ["--track.sample-every", 0, "--checkpoint.every", 10**6, "--optim.warmup-steps", 5]
+        command = [sys.executable, "-m", "mambakit", "train", "--data", shards, "--out", run, *fixed, *words]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode != 0:
+            return {"status": done.returncode, "told": done.stderr[-600:]}
+        config = resolve(read_config(run / "config.json"))
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [record for record in map(json.loads, lines) if record["type"] == "train"]
+    recompute: Any = config.train.recompute
+    return {
+        "status": 0, "rows": config.micro_batch_rows, "recompute": recompute,
+        "passes": -(-config.batch_rows // config.micro_batch_rows),
+        "planned_gib": memory(config, Mesh(), config.micro_batch_rows, recompute).total / GIB,
+        "measured_gib": max(step["memory_bytes"] for step in steps) / GIB,
+        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in steps[STEPS // 2 :]),
+        "shrunk": "too much for the memory" in done.stderr,
+    }  # fmt: skip
+
+
+def cases(auto: bool, batch_tokens: int) -> list[tuple[str, list[object]]]:
+    batch: list[object] = ["--train.batch-tokens", batch_tokens]
+    if not auto:
+        return [
+            (f"{model} {card}gb", ["--model", model, "--vram", f"{card}gb", *batch])
+            for model in ("small", "medium", "large")
+            for card in CARDS
+        ]
+    found: list[tuple[str, list[object]]] = []
+    for model in ("mamba-130m", "mamba2-130m", "mamba-790m", "mamba2-780m", "mamba-2.8b", "mamba2-2.7b"):
+        found.append((f"{model} auto", ["--model", model, *batch]))
+        for rows, level in BY_HAND[model.rpartition("-")[2]]:
+            by_hand: list[object] = ["--train.micro-batch-rows", rows, "--train.recompute", level]
+            found.append((f"{model} {rows} {level}", ["--model", model, *by_hand, *batch]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shards", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--batch-tokens", type=int, default=2**18)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    given = parser.parse_args()
+    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    for name, words in cases(given.auto, given.batch_tokens):
+        if name in results or given.only not in name:
+            continue
+        result = results[name] = train(given.shards, *words)
+        if result["status"] == 0:
+            apart = result["planned_gib"] / result["measured_gib"] - 1
+            usable = card_bytes(float(name.split()[1][:-2])) / GIB if not given.auto else None
+            share = f", {result['measured_gib'] / usable:.0%} of the card" if usable else ""
+            print(
+                f"{name}: {result['rows']} rows, {result['passes']} passes, {result['recompute']}: planned "
+                f"{result['planned_gib']:.1f}, measured {result['measured_gib']:.1f} GiB ({apart:+.1%}){share}, "
+                f"{result['tokens_per_second']:,.0f} tokens/s{', made smaller' * result['shrunk']}",
+                flush=True,
+            )
+        else:
+            print(f"{name}: status {result['status']}: {result['told'].strip().splitlines()[-1]}", flush=True)
+        given.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

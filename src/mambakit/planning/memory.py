@@ -1,0 +1,138 @@
+"""What a training step takes of a GPU's memory, by part: an account of the tensors that are there at its peak.
+
+A pass is at its peak when its backward half begins, with everything kept that backward needs. Gradients come while what
+was kept goes, so the first pass of a step needs room for one of them, and later passes, which add to gradients, for
+both. What blocks keep follows from the operators of model/ and ops/ (`tests/test_memory.py` compares with peaks that
+were measured on a GPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import Mamba1Dims, Mamba2Dims, ModelConfig, Recompute, RunConfig
+from ..parallel import Mesh
+from .held import FP32, Held, largest
+
+NARROW = 2  # bytes of a number in bf16 or fp16
+BLOCKS_FOR_A_SUM = 4  # model/recompute.py
+STEPS_FOR_A_STATE = 32  # Mamba-1's scan keeps one state of so many
+SSD_CHUNK = 64
+LOGITS_AT_ONCE = 2**28  # ops/gpu/cross_entropy.py
+WORKSPACE = 100e6  # cuBLAS, and small tensors
+FRAGMENTS = 0.02  # of all, lost between blocks of memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step, without the CUDA context."""
+
+    held: Held
+    copies: float  # of the weights in the dtype of matrix products, made in each pass
+    kept: float  # by the blocks for backward
+    loss: float  # logits, or the gradients around the last block, whichever is more
+    is_added_to: bool  # gradients of earlier micro-batches are there
+
+    @property
+    def weights(self) -> float:
+        return self.held.parameters + self.copies
+
+    @property
+    def workspace(self) -> float:
+        return WORKSPACE + FRAGMENTS * (self.held.on_device + self.copies + self.kept + self.loss)
+
+    @property
+    def gradients(self) -> float:
+        """Beyond the room that what was kept leaves them."""
+        whole = max(self.held.gradients, self.held.summed_later)
+        return whole if self.is_added_to else max(0.0, whole - self.kept - self.loss)
+
+    @property
+    def total(self) -> float:
+        on_device = self.held.on_device - max(self.held.gradients, self.held.summed_later)
+        return on_device + self.copies + self.gradients + self.kept + self.loss + self.workspace
+
+    def to_json(self) -> dict[str, float]:
+        parts = {name: getattr(self, name) for name in ("weights", "gradients", "kept", "loss", "workspace")}
+        return {**parts, "optimizer": self.held.optimizer, "in_the_cpu": self.held.offloaded, "total": self.total}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of a token that a block makes, of the dtype of activations, by what becomes of them."""
+
+    projected: int  # in_proj's output
+    made: int  # kept by `none` and `light`
+    again: int  # made again by `light` at little cost
+    fp32: float  # states
+    passing: float  # gradients and scratch of backward
+
+
+def widths(model: ModelConfig) -> Widths:
+    dims = model.dims
+    inner, projected = dims.d_inner, sum(dims.segments.values())
+    if isinstance(dims, Mamba1Dims):
+        selected = dims.dt_rank + 2 * dims.state_size
+        made = 2 * inner + selected  # the convolution's output, the scan's, x_proj's
+        states = inner * dims.state_size / STEPS_FOR_A_STATE
+        return Widths(projected, made, inner, states, projected + 3 * inner)
+    assert isinstance(dims, Mamba2Dims)
+    made = dims.conv_channels + inner
+    scratch = 2 * inner * dims.state_size / SSD_CHUNK + 2 * 12 * dims.num_heads  # two states, and decays in fp32
+    return Widths(projected, made, inner, 0.0, projected + dims.conv_channels + 2 * inner + scratch)
+
+
+def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, size: int) -> float:
+    """That a block keeps of a token; `size` is that of a number."""
+    found, d = widths(model), model.d_model
+    wide = FP32 if model.residual_in_fp32 else size
+    final = sum(_numbers(shape) for shape in model.dims.state_shapes().values()) * FP32 / length
+    if recompute == "block":
+        return size * d + wide * d + final
+    if recompute == "mixer":
+        stream = (wide + (BLOCKS_FOR_A_SUM - 1) * size) * d / BLOCKS_FOR_A_SUM if size < wide else wide * d
+        return size * found.projected + stream + final
+    kept = wide * d + size * (found.projected + found.made) + FP32 * found.fp32 + final
+    if recompute == "light":
+        return kept + (size * d if wide < FP32 else 0)  # a narrow sum was rounded: the norm's output is kept
+    return kept + size * (d + found.again)
+
+
+def memory(config: RunConfig, mesh: Mesh, rows: int, recompute: Recompute, size: int = NARROW) -> Memory:
+    """Of micro-batches of so many rows, where a number of an activation has `size` bytes."""
+    model, every = config.model, config.train.recompute_every
+    length = config.data.sequence_length // mesh.cp
+    tokens, d, vocabulary = rows * length, model.d_model, model.padded_vocab_size
+    most = kept_bytes(model, "none", length, size)
+    own = kept_bytes(model, recompute, length, size)
+    other = kept_bytes(model, "light", length, size)
+    recomputed = -(-model.num_layers // every)
+    kept = tokens * (recomputed * own + (model.num_layers - recomputed) * other)
+    found = widths(model)
+    train = config.train.model_copy(update={"micro_batch_rows": rows})
+    held = largest(config.model_copy(update={"train": train}), mesh)
+    # The last norm's output and sum, their gradients, and the head's: there from the loss on.
+    after = tokens * d * (2 * size + 2 * FP32) + FP32 * vocabulary * d / mesh.tp
+    logits = size * min(LOGITS_AT_ONCE, tokens * vocabulary / mesh.tp)
+    passing = tokens * (max(0.0, most - own) + size * (found.passing / mesh.tp + 2 * d))
+    own_rows = config.batch_rows // mesh.data_size
+    copies = _copies(config, mesh, size)
+    return Memory(held, copies, kept / mesh.tp, after + max(logits, passing), own_rows > rows)
+
+
+def _copies(config: RunConfig, mesh: Mesh, size: int) -> float:
+    """Of weights: autocast narrows those of matrix products; FSDP2 gathers those of a few blocks, and of the head."""
+    model, parallel = config.model, config.parallel
+    dims, head = model.dims, model.padded_vocab_size * model.d_model
+    block = model.d_model * (sum(dims.segments.values()) + dims.d_inner) + dims.other_products()
+    if parallel.shard in ("full", "hybrid") and (mesh.shard * mesh.cp > 1 or parallel.offload):
+        blocks = 2 + parallel.prefetch if parallel.reshard else model.num_layers
+        return (size * min(blocks, model.num_layers) * block + (FP32 + size) * head) / mesh.tp
+    return size * (model.num_layers * block + head) / mesh.tp if size < FP32 else 0.0
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
