@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -16,8 +17,10 @@ from runs import metrics, settings, state_bytes
 from safetensors.torch import load_file
 
 import mambakit
+from mambakit.checkpoint import native
 from mambakit.config import ConfigError, resolve
 from mambakit.files import UserError
+from mambakit.training import loop
 from mambakit.training.ema import WeightAverage
 from mambakit.training.run import train
 from mambakit.training.stopping import Stopper
@@ -137,7 +140,58 @@ def test_layouts_that_cut_matrices_are_refused(layout: dict[str, Any]) -> None:
         resolve({"optim": optim, "parallel": {"cp": 2}})
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_bad_step_changes_nothing(name: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulate = loop._accumulate
+
+    def spoilt(run: Any, batch: Any, of_all: int) -> Any:
+        found = accumulate(run, batch, of_all)
+        if run.progress.step == 2:
+            for parameter in run.model.parameters():
+                parameter.grad.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(loop, "_accumulate", spoilt)
+    values = settings(shards, optim={"name": name, "lr": 1e-2}, train={"steps": 4}, model={"dropout": 0.0})
+    values["checkpoint"] = {"every": 1, "keep_last": 9}
+    train(values, out=tmp_path / "run", quiet=True)
+    before, skipped, after = (state_bytes(tmp_path / "run", step) for step in (2, 3, 4))
+    assert skipped == before != after
+    assert [record.get("skipped") for record in metrics(tmp_path / "run") if record["type"] == "train"][2:] == [1, 1]
+
+
+def test_a_run_goes_back_with_its_averages(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the weights, and to their averages, of the checkpoint: as a run that left the rows out from there on."""
+    accumulate = loop._accumulate
+
+    def spoilt(run: Any, batch: Any, of_all: int) -> Any:
+        loss, states = accumulate(run, batch, of_all)
+        is_bad = run.progress.step in (14, 15) and not run.progress.rollbacks
+        return (loss * float("nan") if is_bad else loss), states
+
+    values = settings(shards, model={"dropout": 0.0}, **EVERYTHING)
+    values |= {"checkpoint": {"every": 12, "keep_last": 9}, "guard": {"bad_steps": 2}}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_accumulate", spoilt)
+        train(values, out=tmp_path / "back", quiet=True)
+    (rollback,) = [record for record in metrics(tmp_path / "back") if record["type"] == "rollback"]
+    assert rollback["step"] == 12
+    shutil.copytree(tmp_path / "back", tmp_path / "told")
+    for folder in (tmp_path / "told/checkpoints").glob("step_000000[!1]*"):
+        shutil.rmtree(folder)
+    state = tmp_path / "told/checkpoints/step_00000012/train/state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "skipped_rows": [rollback["rows"]], "rollbacks": 1}))
+    native.write_manifest(state.parent.parent)
+    train({}, out=tmp_path / "told", resume=tmp_path / "told/checkpoints/step_00000012", quiet=True)
+    assert state_bytes(tmp_path / "told", 24) == state_bytes(tmp_path / "back", 24)
+    for name, tensor in averaged(tmp_path / "back", 24).items():
+        assert torch.equal(tensor, averaged(tmp_path / "told", 24)[name])
+
+
 def test_settings_of_the_other_optimizer_are_refused() -> None:
+    for optim in ({"name": "muon"}, {"state": "int8"}, {"ema": 0.9}):
+        with pytest.raises(ConfigError, match="cannot be combined with lora.rank=4"):
+            resolve({"optim": optim, "lora": {"rank": 4}})
     with pytest.raises(ConfigError, match="momentum is a setting of name=muon"):
         resolve({"optim": {"momentum": 0.9}})
     with pytest.raises(ConfigError, match="state=int8 is for name=adamw"):

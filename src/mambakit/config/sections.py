@@ -503,7 +503,7 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
     if lora and optim and lora.is_on:
         for name, value in (("name", optim.name), ("state", optim.state), ("ema", optim.ema)):
             if value not in ("adamw", "fp32", None):
-                yield f"optim.{name}={value} cannot be combined with lora.rank={lora.rank}; adapters take AdamW; remove it"
+                yield f"optim.{name}={value} cannot be combined with lora.rank={lora.rank}; remove one of them"
     if lora and parallel and lora.is_on:
         for name in ("shard", "tp", "cp"):
             value = getattr(parallel, name)
