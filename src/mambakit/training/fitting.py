@@ -77,7 +77,8 @@ def try_out(run: Run) -> None:
                 raise
             _clear(run)
             if not shrink(run):
-                raise ConfigError(f"a single row does not fit in the memory of {run.device}: {error}") from error
+                what = f"micro-batches of {rows_of(run.config)} do not fit in the memory of {run.device}"
+                raise ConfigError(f"{what}; lower --data.sequence-length, or take a smaller --model") from error
         else:
             if run.world.is_first:
                 say(f"tried on {run.device}: {peak / GIB:.1f} GiB at the peak")
