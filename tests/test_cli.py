@@ -94,6 +94,7 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
         "convert": "run",
         "report": "run tuned",
         "verify": "run",
+        "info": "run",
         "train": "",
         "launch": "",
     }
@@ -355,7 +356,10 @@ def test_a_signal_saves_says_how_to_go_on_and_ends_with_75(sent: signal.Signals,
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
     process.send_signal(sent)
-    told = process.communicate(timeout=60)[1]
+    try:
+        told = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
     assert process.returncode == 75
     assert f"stopped by {sent.name} at step" in told
     assert f"mambakit train --resume --out {out}" in told

@@ -255,28 +255,19 @@ def test_a_compiled_run_follows_the_plain_one(tmp_path: Path) -> None:
             assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-3)
 
 
-def test_a_run_fits_the_memory_it_may_use(tmp_path: Path) -> None:
-    """In a process of its own, which the limit is for."""
-    shards = make_shards(tmp_path)
-    words = [
-        "--data",
-        shards,
-        "--out",
-        tmp_path / "run",
-        "--model",
-        "mamba2-130m",
-        "--vram",
-        "4gb",
-        "--train.steps",
-        "4",
-    ]
-    words += ["--train.batch-tokens", 2**17, "--train.eval-every", 0, "--track.sample-every", 0]
-    done = subprocess.run(
-        [sys.executable, "-m", "mambakit", "train", *map(str, words)], capture_output=True, text=True, timeout=300
-    )
+def train_in_4gb(folder: Path, *words: object) -> str:
+    """A run in a process of its own, which the limit is for. Gives what it told."""
+    fixed = ["--data", make_shards(folder), "--out", folder / "run", "--model", "mamba2-130m", "--vram", "4gb"]
+    fixed += ["--train.batch-tokens", 2**17, "--train.eval-every", 0, "--track.sample-every", 0]
+    command = [sys.executable, "-m", "mambakit", "train", *map(str, fixed), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "the fastest that fits" in done.stderr and "tried on cuda" in done.stderr
-    assert "too much for the memory" not in done.stderr
+    return done.stderr
+
+
+def test_a_run_fits_the_memory_it_may_use(tmp_path: Path) -> None:
+    told = train_in_4gb(tmp_path, "--train.steps", 4)
+    assert "the fastest that fits" in told and "tried on cuda" in told and "too much for the memory" not in told
     config = resolve(json.loads((tmp_path / "run/config.json").read_text()))
     assert config.train.micro_batch_rows is not None and config.train.recompute != "auto"
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -287,22 +278,5 @@ def test_a_run_fits_the_memory_it_may_use(tmp_path: Path) -> None:
 
 def test_a_run_that_runs_out_of_memory_goes_on(tmp_path: Path) -> None:
     """More rows than the limit allows are made fewer before the first step."""
-    shards = make_shards(tmp_path)
-    words = [
-        "--data",
-        shards,
-        "--out",
-        tmp_path / "run",
-        "--model",
-        "mamba2-130m",
-        "--vram",
-        "4gb",
-        "--train.steps",
-        "3",
-    ]
-    words += ["--train.batch-tokens", 2**17, "--train.micro-batch-rows", 128, "--train.recompute", "none"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mambakit", "train", *map(str, words)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "128 rows at once was too much for the memory" in done.stderr
+    told = train_in_4gb(tmp_path, "--train.steps", 3, "--train.micro-batch-rows", 128, "--train.recompute", "none")
+    assert "128 rows at once was too much for the memory" in told

@@ -70,7 +70,9 @@ def test_a_step_by_hand() -> None:
     assert config.model.num_parameters() == count
     found = speed(config, 16, machine, rate=100_000)
     assert found.computing == pytest.approx(256 * 2048 / 1_600_000)
-    moved = 2 * 15 / 16 * (4 * count + 6 * 8) / 50e9  # gradients; loss, clip, stop, targets, wait and pace: fp64
+    moved = (
+        2 * 15 / 16 * (4 * count + 8 * 8) / 50e9
+    )  # gradients; loss, clip and stop (two each), targets, wait and pace: fp64
     hops = (2 + 5) * 2 * 4 * 5e-6  # 2 log2(16) of each call
     assert found.overlapping == 0
     assert found.waiting == pytest.approx(moved + hops, rel=1e-12)
@@ -171,7 +173,7 @@ def test_the_command_prints_the_plan_for_people_and_for_programs(capsys: pytest.
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "128,989,632 parameters, on 16 ranks: full (replicate 1 x shard 16 x cp 1 x tp 1)" in shown
-    assert "Activations" in shown and "408,482 tokens/s, measured for mamba2-130m" in shown
+    assert "On a card of 80 GB" in shown and "408,482 tokens/s, measured for mamba2-130m" in shown
     assert "450 GB/s" in shown and "> " in shown
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -74,7 +74,7 @@ def test_every_row_is_traced_to_its_documents(task_bytes: int, tmp_path: Path, m
 def test_origins_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     one, three = (make(tmp_path, workers=workers) for workers in (1, 3))
     names = [path.name for path in sorted(one.iterdir())]
-    assert {"files.jsonl", "train-documents.bin", "val-documents.bin"} <= set(names)
+    assert {"files.jsonl", "documents-train.bin", "documents-val.bin"} <= set(names)
     for name in names:
         assert (one / name).read_bytes() == (three / name).read_bytes(), name
 
@@ -109,7 +109,7 @@ def test_shards_without_origins_are_named_by_place(tmp_path: Path) -> None:
     assert origins.documents_of(loader, [row]) == ["train-00001.bin, tokens 8 to 32"]
 
 
-@pytest.mark.parametrize("name", ["files.jsonl", "train-documents.bin"])
+@pytest.mark.parametrize("name", ["files.jsonl", "documents-train.bin"])
 def test_damaged_origins_are_told(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path)
     whole = (folder / name).read_bytes()
@@ -121,7 +121,7 @@ def test_damaged_origins_are_told(name: str, tmp_path: Path) -> None:
 
 def test_origins_that_do_not_fit_the_tokens_are_told(tmp_path: Path) -> None:
     folder = make(tmp_path)
-    path = folder / "train-documents.bin"
+    path = folder / "documents-train.bin"
     known = np.fromfile(path, origins.DTYPE)
     known["token"][3] += 1
     known.tofile(path)

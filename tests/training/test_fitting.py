@@ -98,3 +98,10 @@ def test_every_other_block_is_recomputed(kind: str, recompute: str, shards: Path
 def test_recomputation_of_some_blocks_needs_a_level(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="recompute_every=2 needs recompute mixer or block, not auto"):
         train(settings(shards, train={"recompute_every": 2}), out=tmp_path / "run")
+
+
+def test_a_limit_for_a_gpu_is_told_to_have_no_effect_elsewhere(
+    shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(settings(shards, train={"vram": "24gb", "steps": 2, "eval_every": 0}), out=tmp_path / "run")
+    assert "train.vram=24gb is for a GPU, and has no effect on cpu" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import state_bytes
+from runs import metrics, state_bytes
 
 from mambakit.checkpoint import CheckpointError, native
 from mambakit.data.loader import Batch
@@ -96,7 +97,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_checkpoint(tmp_path: Path)
     assert not native.checkpoints(tmp_path / "run")
 
 
-def test_an_error_inside_a_step_loses_none_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_too_small_inside_a_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as memory that is too small for one batch among many."""
     from mambakit.training import passes
 
@@ -111,11 +112,13 @@ def test_an_error_inside_a_step_loses_none_of_those_before(tmp_path: Path, monke
         return whole(self, *inputs)
 
     monkeypatch.setattr(passes.PlainPass, "__call__", fails)
-    with pytest.raises(UserError, match=r"4 rows do not fit in the memory of cpu; lower --train\.micro-batch-rows"):
-        train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "run", quiet=True)
-    train({}, (rows(number) for number in range(9)), out=tmp_path / "run", resume=True, quiet=True)
+    train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "run", quiet=True)
     train(CONFIG, (rows(number) for number in range(9)), out=tmp_path / "same", quiet=True)
-    assert state_bytes(tmp_path / "run", 9) == state_bytes(tmp_path / "same", 9)
+    mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "same")
+    assert mine[:3] == theirs[:3] and len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
+    assert json.loads((tmp_path / "run/config.json").read_text())["train"]["micro_batch_rows"] == 2
 
 
 def test_carried_states_need_the_same_rows_in_every_batch(tmp_path: Path) -> None:

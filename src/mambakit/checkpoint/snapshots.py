@@ -70,6 +70,8 @@ class Snapshot:
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
         if not self._fits(file, name, tensor):
             self._buffers[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if tensor.is_cuda and self._stream is not None:  # one that was made for this alone may be freed before
+            tensor.record_stream(self._stream)
         return self._buffers[file, name].copy_(tensor, non_blocking=tensor.is_cuda)
 
     def _fits(self, file: str, name: str, tensor: Tensor) -> bool:

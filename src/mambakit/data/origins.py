@@ -1,6 +1,6 @@
 """Where documents came from: which file of which source, and which document of that file.
 
-Beside the shards, `train-documents.bin` and `val-documents.bin` have 16 bytes for each document, in the order of the
+Beside the shards, `documents-train.bin` and `documents-val.bin` have 16 bytes for each document, in the order of the
 split: its first token (int64), the number of its file (uint32), and its own number in that file (uint32), all
 little-endian. `files.jsonl` has a line for each file: the number of its source in index.json, its name in it, and
 whether such a file may have many documents.
@@ -32,7 +32,7 @@ BLOCK = 2**16  # documents that are read at once
 
 
 def name_of(split: str) -> str:
-    return f"{split}-documents.bin"
+    return f"documents-{split}.bin"
 
 
 class OriginsWriter:

@@ -121,7 +121,7 @@ class SplitCounts(Settings):
     words: int = Field(0, ge=0)
 
 
-DocumentsFile = Annotated[str, Field(pattern=r"^(files\.jsonl|(train|val)-documents\.bin)$")]
+DocumentsFile = Annotated[str, Field(pattern=r"^(files\.jsonl|documents-(train|val)\.bin)$")]
 
 
 class Index(Settings):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import Mamba1Dims, Mamba2Dims, ModelConfig, Recompute, RunConfig
+from ..model.recompute import BLOCKS_FOR_A_SUM
 from ..parallel import Mesh
 from .held import FP32, Held, largest
 
 NARROW = 2  # bytes of a number in bf16 or fp16
-BLOCKS_FOR_A_SUM = 4  # model/recompute.py
 STEPS_FOR_A_STATE = 32  # Mamba-1's scan keeps one state of so many
 SSD_CHUNK = 64
 LOGITS_AT_ONCE = 2**28  # ops/gpu/cross_entropy.py

@@ -27,6 +27,8 @@ def fitted(config: RunConfig, world: World, device: torch.device) -> RunConfig:
     """The config with the rows of a micro-batch, and what is recomputed, chosen for the memory that is free. What was
     set stays."""
     train = config.train
+    if device.type != "cuda" and train.vram_gigabytes:
+        say(f"note: train.vram={train.vram} is for a GPU, and has no effect on {device}")
     if device.type != "cuda" or (train.micro_batch_rows is not None and train.recompute != "auto"):
         return config
     mesh = layout_of(config, world.size, world.local_size, is_one=world.is_one)
@@ -80,7 +82,8 @@ def try_out(run: Run) -> None:
                 raise
             _clear(run)
             if not shrink(run):
-                raise ConfigError(f"a single row does not fit in the memory of {run.device}: {error}") from error
+                what = f"micro-batches of {rows_of(run.config)} do not fit in the memory of {run.device}"
+                raise ConfigError(f"{what}; lower --data.sequence-length, or take a smaller --model") from error
         else:
             if run.world.is_first:
                 say(f"tried on {run.device}: {peak / GIB:.1f} GiB at the peak")

@@ -316,6 +316,8 @@ def _assemble(
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     display = Display(total_steps, progress.step, config.track.log_every)
     saver = Saver(config.checkpoint.background, device, world, display.say)
+    if device.type != "cuda":  # there is nothing to try out
+        _note_settings(start, world, config)
     flops, metrics = matmul_flops(device, dtype), None
     if world.is_first:
         metrics = MetricsFile(start.folder / "metrics.jsonl", state.metrics_bytes if state else 0)
@@ -339,8 +341,7 @@ def _assemble(
         average=WeightAverage(ranks.parameters, config.optim.ema) if config.optim.ema is not None else None,
     )  # fmt: skip
     try_out(run)
-    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
-        replace_json(start.folder / "config.json", run.config.to_json())  # a start that is interrupted can go on
+    _note_settings(start, world, run.config)
     if world.is_first:
         introduce(run)
     if state:
@@ -348,6 +349,12 @@ def _assemble(
         warn_of_jump(run, _total_steps(before, data.loader, progress), before.optim)
         restore(run, state)
     return run
+
+
+def _note_settings(start: Start, world: World, config: RunConfig) -> None:
+    """A start that is interrupted can go on."""
+    if world.is_first and start.init_from is None and not (start.folder / "config.json").exists():
+        replace_json(start.folder / "config.json", config.to_json())
 
 
 def _check_used(given: Layers, config: RunConfig) -> None:
