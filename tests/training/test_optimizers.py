@@ -181,6 +181,7 @@ def test_a_run_goes_back_with_its_averages(shards: Path, tmp_path: Path, monkeyp
         shutil.rmtree(folder)
     state = tmp_path / "told/checkpoints/step_00000012/train/state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "skipped_rows": [rollback["rows"]], "rollbacks": 1}))
+    (state.parent.parent / "manifest.json").unlink()
     native.write_manifest(state.parent.parent)
     train({}, out=tmp_path / "told", resume=tmp_path / "told/checkpoints/step_00000012", quiet=True)
     assert state_bytes(tmp_path / "told", 24) == state_bytes(tmp_path / "back", 24)
