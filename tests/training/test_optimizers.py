@@ -208,7 +208,6 @@ def test_without_torchao_the_command_that_installs_it_is_told(shards: Path, tmp_
 
 @pytest.mark.filterwarnings("default")  # of torchao and of torch.compile
 def test_a_run_with_state_of_eight_bits_is_resumed_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
     values = settings(
         shards, model={"d_model": 64, "head_dim": 32, "num_layers": 1}, optim={"state": "int8"},
         train={"eval_every": 0}, checkpoint={"every": 5, "keep_last": 9}, track={"sample_every": 0},
