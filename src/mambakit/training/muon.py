@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         **adamw: Any,
     ) -> None:
         first = {"params": list(matrices.values()), "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__([first, *groups], {"lr": adamw["lr"]})
+        super().__init__([first, *groups], {"lr": adamw["lr"], "fused": adamw.get("fused", False)})
         self._adamw = torch.optim.AdamW(self.param_groups[1:], **adamw)
         self.param_groups = [self.param_groups[0], *self._adamw.param_groups]
         self._adamw.state = self.state
@@ -80,11 +80,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As torch's fused AdamW does it, `found_inf` is read on the device: where it is 1, nothing changes."""
         assert closure is None
-        self._step_matrices()
-        self._adamw.step()
+        found_inf = getattr(self, "found_inf", None)
+        self._step_matrices(found_inf)
+        if found_inf is None:
+            self._adamw.step()
+            return
+        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            self._adamw.step()
+        finally:
+            del self._adamw.found_inf  # type: ignore[attr-defined]
 
-    def _step_matrices(self) -> None:
+    def _step_matrices(self, found_inf: Tensor | None) -> None:
         group = self.param_groups[0]
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not parameters:
@@ -94,9 +103,17 @@ class Muon(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
-        torch._foreach_lerp_(gradients, averages, group["momentum"])
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        momentum = group["momentum"]
+        is_good = parameters[0].new_ones(())
+        if found_inf is not None:
+            is_good -= found_inf
+            for gradient in gradients:
+                gradient.masked_fill_(found_inf.bool(), 0)
+        torch._foreach_mul_(averages, 1 - (1 - momentum) * is_good)
+        torch._foreach_add_(averages, gradients, alpha=1 - momentum)
+        torch._foreach_mul_(gradients, 1 - momentum)
+        torch._foreach_add_(gradients, averages, alpha=momentum)
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"] * is_good)
         by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             lengths = self._lengths[parameter]
@@ -107,9 +124,9 @@ class Muon(torch.optim.Optimizer):
         for shape, pairs in by_shape.items():
             for some in _portions(pairs, AT_ONCE // math.prod(shape)):
                 weights, directions = zip(*some, strict=True)
-                steps = orthogonalized(torch.stack(directions).to(_dtype(weights[0])))
+                steps = orthogonalized(torch.stack(directions).to(_dtype(weights[0]))).to(weights[0].dtype)
                 rate = group["lr"] * RMS * math.sqrt(max(shape))
-                torch._foreach_add_(list(weights), list(steps.to(weights[0].dtype)), alpha=-rate)
+                torch._foreach_add_(list(weights), list(steps.mul_(is_good)), alpha=-rate)
 
 
 def _portions(pairs: list[Any], size: int) -> Iterator[list[Any]]:
