@@ -4,9 +4,9 @@
     python benchmarks/llama.py SHARDS --out FOLDER --tokens 198e6 --lr 1e-3
 
 The model has the parameters of mamba-130m (12 layers of width 768, a feed-forward width of 2,240, tied embeddings).
-Rows, their order, batches, schedule, weight decay and clipping are those of configs/wikitext-130m.yaml; attention is
-causal over a row, documents side by side, as Llamas are usually trained. Of several rates the best one's model is kept. FOLDER is a
-model that `mambakit evaluate RUN --data … --baseline FOLDER` takes, with losses.json beside the weights.
+Rows, their order, batches, schedule, weight decay and clipping are those of mambakit at 65,536 tokens a step. Attention
+is causal over a row, documents side by side, as Llamas are usually trained. Of several rates, the model of the best one
+is kept. FOLDER is a model that `mambakit evaluate RUN --data TEXT --baseline FOLDER` takes, with losses.json beside it.
 """
 
 from __future__ import annotations
