@@ -93,6 +93,8 @@ def assert_same(run: Path, alone: Path, step: int = 12, *, loss: float = 2e-6, t
     for one, other in zip(mine, theirs, strict=True):
         if "loss" in other:
             assert one["loss"] == pytest.approx(other["loss"], abs=loss), (one, other)
+        for name in {"grad_norm", "update_norm"} & other.keys():
+            assert one[name] == pytest.approx(other[name], rel=1e-3), (one, other)
     found, expected = tensors(run, step), tensors(alone, step)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -95,6 +95,13 @@ class Ranks:
             return dict(self.model.named_parameters())
         return {name: piece.tensor for name, piece in self.pieces.items()}
 
+    def stepped_parts(self) -> Iterator[tuple[Tensor, int]]:
+        """The same in parts, each with the number of ranks that hold it."""
+        if self.is_one:
+            yield from ((parameter, 1) for parameter in self.model.parameters() if parameter.requires_grad)
+        for piece in self.pieces.values():
+            yield from ((piece.tensor if box is None else piece.tensor[box], copies) for box, copies in piece.parts)
+
     @property
     def _sharing(self) -> Sharing | None:
         return Sharing(self.model.config, self.mesh.tp, self.mesh.tp_rank) if self.mesh.tp > 1 else None

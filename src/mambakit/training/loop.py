@@ -35,6 +35,7 @@ from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
 from ..parallel import Ranks, Sliced, World
 from . import history, lora
+from .change import norm_of_change, sampled_weights
 from .data import TrainingData
 from .display import Display
 from .ema import WeightAverage
@@ -61,7 +62,7 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
 class Step:
     """A finished step whose loss the device may still be computing."""
 
-    numbers: Numbers  # loss, gradient norm, and whether it was skipped
+    numbers: Numbers  # loss, gradient norm, whether it was skipped, and in some steps the norm of the change
     rate: float
     num_tokens: int
     first_row: int  # of the data
@@ -272,6 +273,8 @@ def step(run: Run) -> None:
             raise
     run.pace.mark()
     run.saver.before_update()
+    is_measured = (progress.step + 1) % config.track.log_every == 0
+    before = sampled_weights(run.ranks) if is_measured else []
     try:
         clip, mark = config.optim.clip, run.pace.mark
         norm, skipped = update(run.ranks, run.optimizer, run.scaler, rate, clip, loss, mark)
@@ -290,7 +293,8 @@ def step(run: Run) -> None:
         run.average.update(progress.step)
     progress.tokens += num_tokens
     progress.next_row = rows[-1] + 1
-    numbers = Numbers(loss, norm, skipped)
+    change = [norm_of_change(run.ranks, before)] if is_measured else []
+    numbers = Numbers(loss, norm, skipped, *change)
     record_last_step(run)
     after, pace = dataclasses.replace(progress), run.pace
     run.unrecorded = Step(numbers, rate, num_tokens, rows[0], after, pace.waited, pace.times())
@@ -359,7 +363,7 @@ def record_last_step(run: Run) -> None:
     step, run.unrecorded = run.unrecorded, None
     if step is None:
         return
-    loss, norm, skipped = step.numbers.read()  # sync point
+    loss, norm, skipped, *change = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
     flops = run.config.training_flops() * step.num_tokens / run.world.size
@@ -371,6 +375,7 @@ def record_last_step(run: Run) -> None:
         "bits_per_byte": bits_per_byte_of(run.data.train, loss),
         "lr": step.rate,
         "grad_norm": norm,
+        **({"update_norm": change[0]} if change else {}),
         "tokens": step.progress.tokens,
         "epoch": step.progress.next_row / run.data.epoch_rows if run.data.epoch_rows else None,
         "tokens_per_second": step.num_tokens / seconds,
