@@ -10,8 +10,9 @@ from helpers import SMALL
 from torch import Tensor
 
 from mambakit import MambaLM, ModelConfig
-from mambakit.config import OptimConfig
-from mambakit.parallel import Ranks
+from mambakit.config import OptimConfig, resolve
+from mambakit.parallel import Mesh, Ranks
+from mambakit.planning.held import held
 from mambakit.training import muon
 from mambakit.training.optim import describe_groups, load_optimizer_tensors, make_optimizer, optimizer_tensors
 
@@ -120,8 +121,8 @@ def test_torchs_own_muon_goes_the_same_way() -> None:
 
 def test_portions_of_the_matrices_of_a_shape_are_the_same_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
-    for at_once in (2**27, 1):
-        monkeypatch.setattr(muon, "AT_ONCE", at_once)
+    for at_once in (2**25, 1):
+        monkeypatch.setattr(muon, "MUON_AT_ONCE", at_once)
         torch.manual_seed(0)
         model = model_of("mamba2")
         optimizer = optimizer_of(model)
@@ -172,3 +173,16 @@ def test_the_optimizer_survives_being_written_down(kind: str) -> None:
     step([(model, first), (other, second)])
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_plan_counts_the_state_as_it_is(kind: str, name: str) -> None:
+    model = model_of(kind, torch.float32)
+    optimizer = optimizer_of(model, OptimConfig(name=name))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    taken = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
+    config = resolve({"model": model.config.model_dump(), "optim": {"name": name}})
+    assert held(config, Mesh()).optimizer == taken

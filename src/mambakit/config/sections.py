@@ -149,6 +149,9 @@ class DataConfig(Settings):
         return paths_of(paths) if isinstance(paths, list | tuple) and all(isinstance(p, str) for p in paths) else paths
 
 
+MATRICES = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight")  # that Muon steps
+
+
 class OptimConfig(Settings):
     """The optimizer and its learning rate."""
 
@@ -181,11 +184,14 @@ class OptimConfig(Settings):
         "and saved beside them",
     )
 
-    @property
-    def state_bytes(self) -> float:
-        """Bytes that are kept of each number beside weight and gradient. Muon keeps one average of a matrix, and two of
-        embedding and head, which are a large part of a small model: counted as two."""
-        return {"fp32": 8.0, "int8": 2.0}[self.state] + (4.0 if self.ema is not None else 0.0)
+    def is_for_muon(self, parameter: str) -> bool:
+        """Whether Muon steps the parameter of this name."""
+        return self.name == "muon" and parameter.endswith(MATRICES)
+
+    def state_bytes(self, parameter: str = "") -> float:
+        """Bytes that are kept of each number of a parameter beside weight and gradient."""
+        averages = 1 if self.is_for_muon(parameter) else 2
+        return averages * {"fp32": 4.0, "int8": 1.0}[self.state] + (4.0 if self.ema is not None else 0.0)
 
     def problems(self) -> Iterator[str]:
         if self.name != "muon" and self.momentum != type(self).model_fields["momentum"].default:

@@ -22,17 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Mamba1Dims, Mamba2Dims
+from ..planning.memory import MUON_AT_ONCE
 
-MATRICES = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight")
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of an iteration: a X + (b A + c A A) X with A = X X^T
 ITERATIONS = 5
 RMS = 0.2  # of a step, by the learning rate: what AdamW's usually have
-AT_ONCE = 2**27  # numbers that are iterated together
-
-
-def is_matrix(name: str) -> bool:
-    """Whether Muon steps the parameter of this name."""
-    return name.endswith(MATRICES)
 
 
 def segment_lengths(name: str, rows: int, dims: Mamba1Dims | Mamba2Dims) -> list[int]:
@@ -122,7 +116,7 @@ class Muon(torch.optim.Optimizer):
                 pair = (weight, direction) if is_wide else (weight.mT, direction.mT)
                 by_shape.setdefault(tuple(pair[0].shape), []).append(pair)
         for shape, pairs in by_shape.items():
-            for some in _portions(pairs, AT_ONCE // math.prod(shape)):
+            for some in _portions(pairs, MUON_AT_ONCE // math.prod(shape)):
                 weights, directions = zip(*some, strict=True)
                 steps = orthogonalized(torch.stack(directions).to(_dtype(weights[0]))).to(weights[0].dtype)
                 rate = group["lr"] * RMS * math.sqrt(max(shape))

@@ -30,7 +30,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Muon needs the `model`, whose matrices it steps."""
     decay = {"decay": config.weight_decay, "no decay": 0.0}
-    matrices = {name: p for name, p in parameters.items() if config.name == "muon" and muon.is_matrix(name)}
+    matrices = {name: p for name, p in parameters.items() if config.is_for_muon(name)}
     groups = [
         {"params": [parameters[name] for name in names if name not in matrices], "weight_decay": decay[group]}
         for group, names in decay_groups(parameters).items()
@@ -118,7 +118,7 @@ def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:
             kinds.setdefault(kind, []).append(parameters[name])
         for kind, tensors in kinds.items():
             shape = " x ".join(str(size) for size in tensors[0].shape)
-            by_muon = ", muon" if config.name == "muon" and muon.is_matrix(kind) else ""
+            by_muon = ", muon" if config.is_for_muon(kind) else ""
             yield f"  {kind:<42} {len(tensors):>3} x ({shape}){by_muon}"
 
 

@@ -473,7 +473,7 @@ def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
 
 def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
     """Check now that the disk is large enough, and not after hours."""
-    size, free = native.estimated_bytes(model, config.optim.state_bytes), shutil.disk_usage(folder).free
+    size, free = native.estimated_bytes(model, config.optim.state_bytes()), shutil.disk_usage(folder).free
     if free < size:
         raise UserError(
             f"a checkpoint takes about {size / 1e9:.2f} GB, but the disk of {folder} has {free / 1e9:.2f} GB free; "

@@ -186,7 +186,7 @@ def cost(
         kept = KEPT_BYTES[recompute] * (2 if dtype == torch.float32 else 1)
         held_tokens = config.micro_batch_rows * config.data.sequence_length
         activations = held_tokens * config.model.num_layers * config.model.d_model * kept
-        state_bytes = FP32_BYTES if config.lora.is_on else 2 * FP32_BYTES + config.optim.state_bytes
+        state_bytes = FP32_BYTES if config.lora.is_on else 2 * FP32_BYTES + config.optim.state_bytes()
         taken = PROCESS_BYTES + state_bytes * config.model.num_parameters() + activations
     return Cost(
         steps,
