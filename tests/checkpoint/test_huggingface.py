@@ -34,10 +34,19 @@ CASES: dict[str, dict[str, Any]] = {
         "conv_bias": False, "tie_embeddings": False, "chunk_size": 16, "norm_eps": 1e-3,
     },
     "mamba2-groups": {"kind": "mamba2", "d_model": 48, "head_dim": 8, "num_groups": 4, "gated_norm": "width"},
+    "nemotron": {"kind": "mamba2", "d_model": 48, "head_dim": 8, "num_groups": 4, "tie_embeddings": False},
+    "nemotron-tied": {"kind": "mamba2", "d_model": 48, "head_dim": 16, "num_groups": 2, "vocab_multiple": 16},
+    "nemotron-odd": {
+        "kind": "mamba2", "d_model": 40, "head_dim": 8, "num_groups": 5, "state_size": 12, "conv_width": 3, "bias": True,
+        "conv_bias": False, "chunk_size": 16, "norm_eps": 1e-3, "tie_embeddings": False,
+    },
     "falcon": {"kind": "mamba1", "d_model": 48, "bcdt_norm": True, "tie_embeddings": False},
     "falcon-odd": {"kind": "mamba1", "d_model": 40, "state_size": 7, "bcdt_norm": True, "bcdt_norm_eps": 1e-4},
 }  # fmt: skip
-CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "falcon": "FalconMambaForCausalLM"}
+CLASSES = {
+    "mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "nemotron": "NemotronHForCausalLM",
+    "falcon": "FalconMambaForCausalLM",
+}  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES)
 
 

@@ -24,6 +24,7 @@ from ..parallel import Sliced, World
 from ..progress import say
 from . import huggingface
 from .files import CheckpointError, Contents, open_weights, read_weight_file
+from .opened import OpenModel, WriteOptions
 from .state import TrainingState
 
 if TYPE_CHECKING:
@@ -96,6 +97,13 @@ def write(run: Path, step: int, files: Contents, world: World) -> Path:
 
         world.decide(finish)
     return folder
+
+
+def write_model(model: OpenModel, folder: Path, options: WriteOptions) -> None:
+    """A model without a run, in the same form, with its manifest."""
+    with new_folder(folder, CheckpointError) as beside:
+        huggingface.opened_contents(model, options).write_into(beside)
+        write_manifest(beside)
 
 
 def _newer(folder: Path) -> Path:
