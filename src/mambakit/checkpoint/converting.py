@@ -14,8 +14,8 @@ from ..model import MambaLM
 from . import native
 from .files import CheckpointError
 from .fitting import fit
-from .formats import FORMATS, open_model
-from .loading import ModelFolder
+from .formats import FORMATS
+from .loading import ModelFolder, open_whole
 from .opened import DTYPES, OpenModel, StoredTensor, WriteOptions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def convert(
     if push is not None:
         hub.check_name(push)
     place = native.find(path_of(source), substitute=False)
-    model = fit(open_model(place), place, None if FORMATS[to].narrows or dtype is None else DTYPES[dtype])
+    model = fit(open_whole(place), place, None if FORMATS[to].narrows or dtype is None else DTYPES[dtype])
     if to == "huggingface":
         options = replace(options, beside=_card(place))
     _write(model, path_of(target), to, options)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-MAPPED_BYTES = 256 * 2**20
+MAPPED_BYTES = 256 * 2**20  # of a file, before it is mapped anew
 
 
 class CheckpointError(files.UserError):

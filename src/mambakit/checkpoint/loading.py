@@ -15,6 +15,7 @@ from . import native
 from .files import CheckpointError
 from .fitting import build_model
 from .formats import open_model
+from .opened import OpenModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,12 +33,17 @@ class ModelFolder:
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
     """What `mambakit.load` opens."""
     place = native.find(path_of(path))
+    opened = open_whole(place)
+    return ModelFolder(build_model(opened, place, dtype).eval(), opened.tokenizer, opened.end_tokens)
+
+
+def open_whole(place: Path) -> OpenModel:
+    """A model of which nothing was deleted before all of it was open. What is mapped then stays readable."""
     is_of_run = native.is_checkpoint(place)
     opened = open_model(place)
-    model = build_model(opened, place, dtype)
     if is_of_run and not native.is_checkpoint(place):
         raise CheckpointError(f"{place} was deleted while it was read, perhaps by the run that goes on; try again")
-    return ModelFolder(model.eval(), opened.tokenizer, opened.end_tokens)
+    return opened
 
 
 def read_model_config(place: Path) -> ModelConfig:

@@ -354,7 +354,7 @@ def convert(
     For example:
       mambakit convert run model --to huggingface
       mambakit convert run model --to state-spaces --dtype fp16
-      mambakit convert run parts --to split --tp 8 --dtype bf16
+      mambakit convert run arrays --to npz
       mambakit convert model again --to native
 
     Args:

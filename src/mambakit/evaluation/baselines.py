@@ -69,7 +69,7 @@ def open_baseline(name: str) -> Baseline:
 
 def _open_folder(name: str, folder: Path) -> Baseline:
     values = read_json(folder / "config.json")
-    is_mamba = format_of(values) is not None
+    is_mamba = format_of(folder) is not None
     num_ids = None
     if is_mamba:
         num_ids = fit(open_model(folder), folder).config.padded_vocab_size
