@@ -426,7 +426,7 @@ def verify(
 ) -> int:
     """Read everything, compare it with its checksums, and say what is wrong.
 
-    A model folder in Hugging Face's or state-spaces' form has no checksums: it is opened, and its weights looked at.
+    A model folder in another program's form has no checksums: it is opened, and its weights looked at.
 
     For example:
       mambakit verify shards
