@@ -274,6 +274,7 @@ def _folder(tmp_path: Path, config: dict[str, Any] | None = None, **changes: Any
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama"}, "model_type='llama'; mambakit reads mamba, mamba2, falcon_mamba, nemotron_h, mambakit"),
+    ({"model_type": ["mamba"]}, r"model_type=\['mamba'\]; mambakit reads"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'; mambakit computes silu alone"),
     ({"intermediate_size": 100}, "inner width of 100; need a multiple of hidden_size=48"),
     ({"state_size": 17}, r"A_log has shape \(96, 16\), need \(96, 17\)"),

@@ -191,9 +191,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor | StoredTensor]) -> N
     header, places = slices.layout(weights)
     with path.open("wb") as file:
         file.write(header)
-        for name in places:  # in their order in the file
+        for name, (begin, end) in places.items():  # in their order in the file
             tensor = weights[name]
-            file.write(bytes_of(tensor.read() if isinstance(tensor, StoredTensor) else tensor))
+            data = bytes_of(tensor.read() if isinstance(tensor, StoredTensor) else tensor)
+            assert len(data) == end - begin, name
+            file.write(data)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

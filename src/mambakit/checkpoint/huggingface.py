@@ -50,7 +50,8 @@ MODEL_TYPES = {  # with the class that transformers' config.json names
 
 def is_huggingface(values: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model that we compute; a Nemotron-H may have other layers too."""
-    return values.get("model_type") in MODEL_TYPES and (values["model_type"] != NEMOTRON or _is_pure(values))
+    model_type = values.get("model_type")
+    return isinstance(model_type, str) and model_type in MODEL_TYPES and (model_type != NEMOTRON or _is_pure(values))
 
 
 def open_model(folder: Path) -> OpenModel:
@@ -190,7 +191,7 @@ def config_from_huggingface(values: dict[str, Any]) -> ModelConfig:
     """The model that a config.json describes. What transformers knows is taken from its own keys, since transformers
     may have changed them; the rest from ours."""
     model_type = values.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise CheckpointError(
             f"config.json has model_type={model_type!r}; mambakit reads {', '.join(MODEL_TYPES)}, "
             "and state-spaces' own form"

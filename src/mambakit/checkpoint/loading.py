@@ -38,7 +38,8 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
 
 
 def open_whole(place: Path) -> OpenModel:
-    """A model of which nothing was deleted before all of it was open. What is mapped then stays readable."""
+    """A model of which nothing was deleted before all of it was open. What is deleted later is read all the same, or is
+    an error."""
     is_of_run = native.is_checkpoint(place)
     opened = open_model(place)
     if is_of_run and not native.is_checkpoint(place):

@@ -112,7 +112,7 @@ def open_model(folder: Path) -> OpenModel:
         raise CheckpointError(f"config.json in {folder} has tensor_parallel_size={ranks!r} for a {config.kind}")
     if problems := sharing_problems(config, ranks):
         raise CheckpointError(f"config.json in {folder} cannot be: {'; '.join(problems)}")
-    parts = [_joined(stored_tensors(folder / file_of(rank, ranks)), config, folder) for rank in range(ranks)]
+    parts = [_joined(stored_tensors(folder / file_of(rank, ranks)), folder) for rank in range(ranks)]
     if len({frozenset(part) for part in parts}) > 1:
         raise CheckpointError(f"the ranks in {folder} do not hold parts of the same weights")
     weights = {
@@ -123,7 +123,7 @@ def open_model(folder: Path) -> OpenModel:
     return OpenModel(config, weights, tokenizer, read_end_tokens(folder, values, tokenizer))
 
 
-def _joined(stored: Mapping[str, StoredTensor], config: ModelConfig, folder: Path) -> dict[str, StoredTensor]:
+def _joined(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
     """A rank's weights with in_proj in one, and with our names."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -135,6 +135,8 @@ def _joined(stored: Mapping[str, StoredTensor], config: ModelConfig, folder: Pat
             if missing := [other for other in names if other not in stored]:
                 raise CheckpointError(f"the weights in {folder} lack {missing[0]}")
             thirds = [stored[other] for other in names]
+            if len({(third.dtype, len(third.shape) > 0, third.shape[1:]) for third in thirds}) > 1 or not tensor.shape:
+                raise CheckpointError(f"{name} in {folder} does not fit {names[1]} and {names[2]}")
             shape = (sum(third.shape[0] for third in thirds), *tensor.shape[1:])
             read = functools.partial(_cat, thirds)
             found[name.replace(projection, "in_proj")] = StoredTensor(shape, tensor.dtype, read)
