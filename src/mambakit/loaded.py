@@ -54,7 +54,7 @@ class LoadedModel(ModelFolder):
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Open a run, of which the best checkpoint is taken, or a folder in Hugging Face's or state-spaces' form.
+    """Open a run, of which the best checkpoint is taken, or a model folder of any form that `convert` reads.
 
     A checkpoint with wrong checksums is refused. Weights keep the dtype they are stored in unless `dtype` is given;
     A_log, D and dt bias are always fp32.

@@ -132,17 +132,20 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_taken_in_part(
 ) -> None:
     """By the run that goes on, between the weights and the tokenizer."""
     copy = shutil.copytree(finished, tmp_path / "run")
-    read = huggingface.read
+    opened = huggingface.stored_weights
 
-    def read_and_delete(folder: Path, *args: Any) -> Any:
-        model = read(folder, *args)
+    def open_and_delete(folder: Path) -> Any:
+        weights = opened(folder)
         shutil.rmtree(folder)
-        return model
+        return weights
 
-    monkeypatch.setattr(huggingface, "read", read_and_delete)
+    monkeypatch.setattr(huggingface, "stored_weights", open_and_delete)
     with pytest.raises(CheckpointError, match="was deleted while it was read"):
         convert(copy, tmp_path / "model", "huggingface")
     assert not (tmp_path / "model").exists()
+    copy = shutil.copytree(finished, tmp_path / "again")
+    with pytest.raises(CheckpointError, match="was deleted while it was read"):
+        mambakit.load(copy)
 
 
 def test_a_model_folder_may_hold_a_file_of_metrics(finished: Path, tmp_path: Path) -> None:

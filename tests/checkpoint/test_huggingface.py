@@ -34,10 +34,19 @@ CASES: dict[str, dict[str, Any]] = {
         "conv_bias": False, "tie_embeddings": False, "chunk_size": 16, "norm_eps": 1e-3,
     },
     "mamba2-groups": {"kind": "mamba2", "d_model": 48, "head_dim": 8, "num_groups": 4, "gated_norm": "width"},
+    "nemotron": {"kind": "mamba2", "d_model": 48, "head_dim": 8, "num_groups": 4, "tie_embeddings": False},
+    "nemotron-tied": {"kind": "mamba2", "d_model": 48, "head_dim": 16, "num_groups": 2, "vocab_multiple": 16},
+    "nemotron-odd": {
+        "kind": "mamba2", "d_model": 40, "head_dim": 8, "num_groups": 5, "state_size": 12, "conv_width": 3, "bias": True,
+        "conv_bias": False, "chunk_size": 16, "norm_eps": 1e-3, "tie_embeddings": False,
+    },
     "falcon": {"kind": "mamba1", "d_model": 48, "bcdt_norm": True, "tie_embeddings": False},
     "falcon-odd": {"kind": "mamba1", "d_model": 40, "state_size": 7, "bcdt_norm": True, "bcdt_norm_eps": 1e-4},
 }  # fmt: skip
-CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "falcon": "FalconMambaForCausalLM"}
+CLASSES = {
+    "mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "nemotron": "NemotronHForCausalLM",
+    "falcon": "FalconMambaForCausalLM",
+}  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -71,7 +80,9 @@ def test_logits_and_all_gradients_are_transformers(case: str, tmp_path: Path) ->
     assert_close(my_logits, their_logits, 1e-5, "logits")
     (my_logits * weights).sum().backward()
     (their_logits * weights).sum().backward()
-    gradients = {name.replace("embeddings", "embedding"): p.grad for name, p in theirs.named_parameters()}
+    gradients = {huggingface.our_name(name): p.grad for name, p in theirs.named_parameters()}
+    if case == "nemotron-tied":  # which transformers does not tie
+        gradients["backbone.embedding.weight"] += gradients.pop("lm_head.weight")
     assert gradients.keys() == {name for name, _ in ours.named_parameters()}
     for name, parameter in ours.named_parameters():
         assert_close(parameter.grad, gradients[name], 2e-5, name)
@@ -121,6 +132,7 @@ def test_models_made_by_transformers_are_read(family: str, tmp_path: Path) -> No
     loaded = mambakit.load(tmp_path / "theirs")
     tokens = torch.randint(0, 60, (2, 33))
     assert_close(loaded.model(tokens).logits, theirs(tokens).logits, 1e-5)
+    _assert_same_continuation(theirs, tmp_path / "theirs", 60)
     assert loaded.tokenizer is None
 
     huggingface.write(loaded.model, tmp_path / "back")
@@ -143,14 +155,68 @@ def test_resized_by_transformers_is_read_at_its_new_size(tmp_path: Path) -> None
     assert_close(model(tokens).logits, theirs(tokens).logits, 1e-5)
 
 
-def test_cached_decoding_of_transformers_agrees_with_our_steps(tmp_path: Path) -> None:
-    for case in ("mamba", "mamba2", "falcon"):
-        ours = _model(case).eval()
-        huggingface.write(ours, tmp_path / case)
-        theirs = _open(tmp_path / case)
-        prompt = torch.randint(0, 101, (1, 8))
-        expected = theirs.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 8:].tolist()
-        assert mambakit.load(tmp_path / case).generate(prompt[0].tolist(), max_new_tokens=12, temperature=0) == expected
+@every_case
+def test_transformers_continues_a_prompt_greedily_as_we_do(case: str, tmp_path: Path) -> None:
+    huggingface.write(_model(case), tmp_path / "ours", end_tokens=[100])
+    _assert_same_continuation(_open(tmp_path / "ours"), tmp_path / "ours", 101)
+
+
+def _assert_same_continuation(theirs: Any, folder: Path, vocabulary: int, num_tokens: int = 200) -> None:
+    prompt = torch.randint(1, vocabulary - 1, (1, 8))
+    options: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": None, "pad_token_id": 0}
+    ours = mambakit.load(folder)
+    padded = list(range(vocabulary, ours.model.config.padded_vocab_size))  # ids that we never pick
+    expected = theirs.generate(prompt, do_sample=False, suppress_tokens=padded or None, **options)[0, 8:].tolist()
+    assert len(expected) == num_tokens
+    assert ours.generate(prompt[0].tolist(), max_new_tokens=num_tokens, temperature=0, stop=()) == expected
+
+
+@pytest.mark.parametrize("case", ["mamba", "mamba2", "nemotron", "falcon"])
+def test_the_trainer_of_transformers_takes_a_step_on_our_folder(case: str, tmp_path: Path) -> None:
+    huggingface.write(_model(case), tmp_path / "ours")
+    model = _open(tmp_path / "ours")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 101, (4, 16))]
+    arguments = transformers.TrainingArguments(
+        tmp_path / "trained", max_steps=1, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none",
+        use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    assert math.isfinite(trainer.train().training_loss)
+    assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    trainer.save_model(tmp_path / "again")
+    loaded = mambakit.load(tmp_path / "again").model
+    tokens = torch.randint(0, 101, (2, 9))
+    assert_close(loaded(tokens).logits, model.eval()(tokens, use_cache=False).logits, 1e-5)
+
+
+def test_a_nemotron_with_other_layers_or_a_bound_on_dt_is_refused(tmp_path: Path) -> None:
+    huggingface.write(_model("nemotron"), tmp_path / "ours")
+    values = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (values["model_type"], values["hybrid_override_pattern"]) == ("nemotron_h", "MMM")
+    for changes, message in (
+        ({"hybrid_override_pattern": "M*M"}, "other layers than Mamba-2"),
+        ({"layers_block_type": ["linear_attention", "mlp", "mamba"]}, "other layers than Mamba-2"),
+        ({"time_step_min": 0.001}, "time_step_min=0.001, by which transformers bounds dt in a prompt"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'; mambakit computes silu alone"),
+        ({"ssm_state_size": 9}, "do not fit its config.json"),
+    ):
+        (tmp_path / "ours" / "config.json").write_text(json.dumps({**values, **changes}))
+        with pytest.raises(CheckpointError, match=message):
+            mambakit.load(tmp_path / "ours")
+
+
+def test_a_tied_nemotron_that_was_trained_untied_is_read_untied(tmp_path: Path) -> None:
+    huggingface.write(_model("nemotron-tied"), tmp_path / "ours")
+    assert mambakit.load(tmp_path / "ours").model.config.tie_embeddings
+    theirs = _open(tmp_path / "ours")
+    with torch.no_grad():
+        theirs.lm_head.weight += 1
+    theirs.save_pretrained(tmp_path / "theirs")
+    loaded = mambakit.load(tmp_path / "theirs").model
+    assert not loaded.config.tie_embeddings
+    tokens = torch.randint(0, 101, (1, 9))
+    assert_close(loaded(tokens).logits, theirs(tokens).logits, 1e-5)
 
 
 def test_bf16_weights_stay_bf16_but_A_D_and_dt_bias(tmp_path: Path) -> None:
@@ -165,16 +231,12 @@ def test_bf16_weights_stay_bf16_but_A_D_and_dt_bias(tmp_path: Path) -> None:
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
-UNFIT: list[tuple[dict[str, Any], str]] = [
-    ({"num_groups": 2}, "gated norm runs over each of num_groups=2 groups, but transformers' Mamba2 norms the whole width"),
-    ({"dt_limit": (0.0, 0.1)}, r"bounds dt by dt_limit=\(0.0, 0.1\), which transformers' Mamba2 forgets when it decodes"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("settings", "reason"), UNFIT, ids=["groups", "dt_limit"])
-def test_what_transformers_cannot_compute_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    config = ModelConfig(kind="mamba2", d_model=32, head_dim=8, num_layers=2, vocab_size=30, **settings)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_what_transformers_cannot_compute_is_refused(num_groups: int, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"d_model": 32, "head_dim": 8, "num_layers": 2, "vocab_size": 30, "num_groups": num_groups}
+    config = ModelConfig(kind="mamba2", dt_limit=(0.0, 0.1), **sizes)
     model = MambaLM(config)
+    reason = r"bounds dt by dt_limit=\(0.0, 0.1\), which transformers' Mamba2 forgets when it decodes"
     with pytest.raises(CheckpointError, match=reason):
         huggingface.write(model, tmp_path / "model")
     assert not list(tmp_path.iterdir())
@@ -211,7 +273,8 @@ def _folder(tmp_path: Path, config: dict[str, Any] | None = None, **changes: Any
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "llama"}, "model_type='llama'; mambakit reads mamba, mamba2, falcon_mamba, mambakit"),
+    ({"model_type": "llama"}, "model_type='llama'; mambakit reads mamba, mamba2, falcon_mamba, nemotron_h, mambakit"),
+    ({"model_type": ["mamba"]}, r"model_type=\['mamba'\]; mambakit reads"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'; mambakit computes silu alone"),
     ({"intermediate_size": 100}, "inner width of 100; need a multiple of hidden_size=48"),
     ({"state_size": 17}, r"A_log has shape \(96, 16\), need \(96, 17\)"),

@@ -1,4 +1,4 @@
-"""Files of weights: reading and writing models in Hugging Face's and state-spaces' forms."""
+"""Files of weights: models in all formats, and the state of a run."""
 
 from . import native
 from .converting import convert, save

@@ -1,10 +1,9 @@
-"""What all formats share: reading and writing weights safely, and building a model of them."""
+"""What all formats share: reading and writing weights and tokenizers safely."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
+import functools
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +12,19 @@ from pickle import UnpicklingError  # what torch's weights-only loader raises
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from .. import files
-from ..config import ModelConfig
-from ..model import MambaLM
 from ..parallel import Sliced
 from . import slices
+from .opened import StoredTensor
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-COMPUTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+MAPPED_BYTES = 256 * 2**20  # of a file, before it is mapped anew
 
 
 class CheckpointError(files.UserError):
@@ -39,14 +36,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return files.read_json(path, CheckpointError)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder: safetensors where there is one, else PyTorch's .bin through the weights-only loader."""
-    return {name: tensor for path in _weight_files(folder) for name, tensor in read_weight_file(path).items()}
+def stored_weights(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder, which are mapped, not read: of safetensors where there are any, else of PyTorch's .bin.
+    Finds files that are missing or cut short."""
+    return {name: tensor for path in _weight_files(folder) for name, tensor in stored_tensors(path).items()}
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the same tensors; weights are mapped, not read. Finds files that are missing or cut short."""
-    return {name: tuple(tensor.shape) for name, tensor in read_weights(folder).items()}
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file."""
+    file = _WeightFile(path)
+    return {
+        name: StoredTensor(tuple(tensor.shape), tensor.dtype, functools.partial(file.read, name))
+        for name, tensor in file.mapped.items()
+    }
+
+
+class _WeightFile:
+    """A mapped file. What was read of it counts as memory of the process until the mapping ends, so that it is opened
+    anew from time to time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.mapped = path, read_weight_file(path)
+        # A .bin of the old kind is no archive; it cannot be mapped, and is in memory.
+        self._is_mapped = path.suffix == ".safetensors" or zipfile.is_zipfile(path)
+        self._read_bytes = 0
+
+    def read(self, name: str) -> Tensor:
+        if self._is_mapped and self._read_bytes > MAPPED_BYTES:
+            self.mapped, self._read_bytes = read_weight_file(self.path), 0
+        tensor = self.mapped[name]
+        self._read_bytes += tensor.numel() * tensor.element_size()
+        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -105,7 +125,11 @@ class Contents:
 
     json: Mapping[str, Mapping[str, Any]]
     text: Mapping[str, str]
-    tensors: Mapping[str, Mapping[str, Tensor | Sliced]]
+    tensors: Mapping[str, Mapping[str, Tensor | Sliced | StoredTensor]]
+
+    def __or__(self, other: Contents) -> Contents:
+        """These files and those."""
+        return Contents({**self.json, **other.json}, {**self.text, **other.text}, {**self.tensors, **other.tensors})
 
     def with_folder(self, name: str, files: Contents) -> Contents:
         """These, and other files in a folder of their own."""
@@ -140,84 +164,69 @@ def tokenizer_files(tokenizer: Tokenizer | None, end_tokens: Sequence[int]) -> C
     if tokenizer is None:
         return Contents({}, {}, {})
     eos = tokenizer.id_to_token(end_tokens[0]) if end_tokens else None
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
-    return Contents({TOKENIZER_CONFIG: about}, {"tokenizer.json": tokenizer.to_str(pretty=True)}, {})
+    inputs = ["input_ids", "attention_mask"]  # no token types, which no Mamba takes
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "model_input_names": inputs}
+    return Contents({TOKENIZER_CONFIG: about}, {TOKENIZER: tokenizer.to_str(pretty=True)}, {})
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file that transformers recognizes."""
-    path.touch()
-    usual = path.stat().st_mode  # the library would make it readable by its owner alone
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer.json of a folder, where there is one."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
     try:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"}
-        )
-    except SafetensorError as error:  # its text has the number of the system's error
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
-    path.chmod(usual)
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} is not a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # some files set a length, to which prompts would be cut or padded
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def build_model(
-    config: ModelConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
-) -> MambaLM:
-    """A model with these weights, named as state-spaces names them, in their own dtype unless another is asked for."""
-    model = _empty_model(config, weights, folder)
-    if config.tie_embeddings:
-        head = weights.pop("lm_head.weight", None)
-        if head is not None and not torch.equal(head, weights.get("backbone.embedding.weight", head)):
-            raise CheckpointError(
-                f"config.json in {folder} ties the output layer to the embedding, but the two differ in the weights; "
-                "set tie_word_embeddings (tie_embeddings) to false there"
-            )
-    _check_names(model, {name: tuple(tensor.shape) for name, tensor in weights.items()}, folder)
-    kept = set(model.names_kept_in_fp32())
-    _check_dtypes(kept, weights, folder, dtype)
+def read_end_tokens(folder: Path, values: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a text: those of config.json, or that of the tokenizer, as in state-spaces' form."""
+    eos = values.get("eos_token_id")  # absent, one token, or several
+    if eos is None and tokenizer is not None and (folder / TOKENIZER_CONFIG).is_file():
+        name = read_json(folder / TOKENIZER_CONFIG).get("eos_token")
+        eos = tokenizer.token_to_id(name) if isinstance(name, str) else None
+    return tuple(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor | StoredTensor]) -> None:
+    """A safetensors file that transformers recognizes, written tensor by tensor."""
+    header, places = slices.layout(weights)
+    with path.open("wb") as file:
+        file.write(header)
+        for name, (begin, end) in places.items():  # in their order in the file
+            tensor = weights[name]
+            data = bytes_of(tensor.read() if isinstance(tensor, StoredTensor) else tensor)
+            assert len(data) == end - begin, name
+            file.write(data)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """What a tensor holds, as it is on disk: little-endian on all machines that torch runs on."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def sharded(weights: Mapping[str, StoredTensor], shard_bytes: int) -> Contents:
+    """model.safetensors; or, of larger models, several files of at most so many bytes, and their index. A single tensor
+    may be larger."""
+    shards: list[dict[str, StoredTensor]] = [{}]
+    filled = 0
     for name, tensor in weights.items():
-        wanted = dtype or tensor.dtype
-        weights[name] = tensor.to(torch.promote_types(wanted, torch.float32) if name in kept else wanted)
-    model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    return model
-
-
-def check_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise where weights of these shapes, named as state-spaces names them, are not those of the model."""
-    model = _empty_model(config, shapes, folder)
-    tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    _check_names(model, {name: shape for name, shape in shapes.items() if name not in tied}, folder)
-
-
-def _empty_model(config: ModelConfig, weights: Mapping[str, object], folder: Path) -> MambaLM:
-    # Checked before anything is built: a config may say a million layers.
-    found = len({name.split(".")[2] for name in weights if name.startswith("backbone.layers.")})
-    if found != config.num_layers:
-        raise CheckpointError(f"config.json in {folder} says {config.num_layers} layers, but the weights have {found}")
-    with torch.device("meta"):
-        return MambaLM(config)
-
-
-def _check_dtypes(kept: set[str], weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
-    dtypes = {tensor.dtype for name, tensor in weights.items() if name not in kept or not tensor.is_floating_point()}
-    names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
-    if not {tensor.dtype for tensor in weights.values()} <= COMPUTED or (len(dtypes) > 1 and dtype is None):
-        raise CheckpointError(
-            f"the weights in {folder} have dtypes {', '.join(names)}; need one floating-point dtype, "
-            "or name the one to load them in: load(path, dtype=torch.float32)"
-        )
-
-
-def _check_names(model: MambaLM, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    problems = [f"{name} is missing" for name in expected if name not in shapes]
-    problems += [f"{name} is not part of such a model" for name in shapes if name not in expected]
-    problems += [
-        f"{name} has shape {shapes[name]}, need {shape}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {shown}")
+        if shards[-1] and filled + tensor.num_bytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.num_bytes
+    if len(shards) == 1:
+        return Contents({}, {}, {"model.safetensors": shards[0]})
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    index = {
+        "metadata": {"total_size": sum(tensor.num_bytes for tensor in weights.values())},
+        "weight_map": {name: file for file, shard in files.items() for name in shard},
+    }
+    return Contents({"model.safetensors.index.json": index}, {}, files)

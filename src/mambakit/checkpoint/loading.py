@@ -11,8 +11,11 @@ import torch
 from ..config import ModelConfig
 from ..files import path_of
 from ..model import MambaLM
-from . import huggingface, native, state_spaces
-from .files import TOKENIZER_CONFIG, CheckpointError, read_json
+from . import native
+from .files import CheckpointError
+from .fitting import build_model
+from .formats import open_model
+from .opened import OpenModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,41 +32,21 @@ class ModelFolder:
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
     """What `mambakit.load` opens."""
-    folder = native.find(path_of(path))
-    is_of_run = native.is_checkpoint(folder)
-    values = read_json(folder / "config.json")
-    if state_spaces.is_state_spaces(values):
-        model = state_spaces.read(folder, dtype)
-    else:
-        model = huggingface.read(folder, dtype)
-    tokenizer = _read_tokenizer(folder / "tokenizer.json")
-    if is_of_run and not native.is_checkpoint(folder):
-        raise CheckpointError(f"{folder} was deleted while it was read, perhaps by the run that goes on; try again")
-    eos = values.get("eos_token_id")  # absent, one token, or several
-    if eos is None and tokenizer is not None and (folder / TOKENIZER_CONFIG).is_file():  # as in state-spaces' form
-        name = read_json(folder / TOKENIZER_CONFIG).get("eos_token")
-        eos = tokenizer.token_to_id(name) if isinstance(name, str) else None
-    end_tokens = tuple(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
-    return ModelFolder(model.eval(), tokenizer, end_tokens)
+    place = native.find(path_of(path))
+    opened = open_whole(place)
+    return ModelFolder(build_model(opened, place, dtype).eval(), opened.tokenizer, opened.end_tokens)
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def open_whole(place: Path) -> OpenModel:
+    """A model of which nothing was deleted before all of it was open. What is deleted later is read all the same, or is
+    an error."""
+    is_of_run = native.is_checkpoint(place)
+    opened = open_model(place)
+    if is_of_run and not native.is_checkpoint(place):
+        raise CheckpointError(f"{place} was deleted while it was read, perhaps by the run that goes on; try again")
+    return opened
+
+
+def read_model_config(place: Path) -> ModelConfig:
     """The config of the model in a folder, without its weights."""
-    values = read_json(folder / "config.json")
-    if state_spaces.is_state_spaces(values):
-        return state_spaces.config_from_state_spaces(values)
-    return huggingface.config_from_huggingface(values)
-
-
-def _read_tokenizer(path: Path) -> Tokenizer | None:
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{path} is not a tokenizer: {error}") from None
-    tokenizer.no_truncation()  # some files set a length, to which prompts would be cut or padded
-    tokenizer.no_padding()
-    return tokenizer
+    return open_model(place).config

@@ -25,6 +25,7 @@ from ..parallel import Sliced, World
 from ..progress import say
 from . import huggingface
 from .files import CheckpointError, Contents, open_weights, read_weight_file
+from .opened import OpenModel, WriteOptions
 from .state import TrainingState
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ def write(run: Path, step: int, files: Contents, world: World) -> Path:
 
         world.decide(finish)
     return folder
+
+
+def write_model(model: OpenModel, folder: Path, options: WriteOptions) -> None:
+    """A model without a run, in the same form, with its manifest."""
+    with new_folder(folder, CheckpointError) as beside:
+        huggingface.opened_contents(model, options).write_into(beside)
+        write_manifest(beside)
 
 
 def _newer(folder: Path) -> Path:
@@ -193,10 +201,17 @@ def read_state(folder: Path) -> TrainingState:
             read_weight_file(folder / TENSORS),
             read_json(folder / STATE, CheckpointError),
             read_json(folder / CONFIG, CheckpointError),
-            huggingface.weights_of(folder / AVERAGED) if (folder / AVERAGED).is_dir() else None,
+            _averaged(folder / AVERAGED),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / STATE} is no training state: {error!r}") from None
+
+
+def _averaged(folder: Path) -> dict[str, Tensor] | None:
+    """The averaged weights of a checkpoint, where it has any."""
+    if not folder.is_dir():
+        return None
+    return {name: tensor.read() for name, tensor in huggingface.open_model(folder).weights.items()}
 
 
 def set_aside(run: Path, folders: Sequence[Path]) -> Path:

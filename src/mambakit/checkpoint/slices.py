@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..parallel import Sliced
+from .opened import StoredTensor
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -24,20 +25,20 @@ NAMES = {
 }  # fmt: skip
 
 
-def make_room(path: Path, tensors: Mapping[str, Tensor | Sliced]) -> None:
+def make_room(path: Path, tensors: Mapping[str, Tensor | Sliced | StoredTensor]) -> None:
     """Write the header, and make the file as long as it will be."""
-    header, begins = _layout(tensors)
+    header, begins = layout(tensors)
     with path.open("wb") as file:
         file.write(header)
         size = len(header) + max((end for _, end in begins.values()), default=0)
         file.truncate(size)
 
 
-def write_parts(path: Path, tensors: Mapping[str, Tensor | Sliced]) -> None:
+def write_parts(path: Path, tensors: Mapping[str, Tensor | Sliced | StoredTensor]) -> None:
     """Write this rank's parts, in a file that has the room for them."""
     if not any(isinstance(tensor, Sliced) for tensor in tensors.values()):
         return
-    header, places = _layout(tensors)
+    header, places = layout(tensors)
     descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
     try:
         for name, tensor in tensors.items():
@@ -49,7 +50,7 @@ def write_parts(path: Path, tensors: Mapping[str, Tensor | Sliced]) -> None:
         os.close(descriptor)
 
 
-def _layout(tensors: Mapping[str, Tensor | Sliced]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def layout(tensors: Mapping[str, Tensor | Sliced | StoredTensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The header, and where each tensor begins and ends after it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places: dict[str, tuple[int, int]] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..parallel import Sliced
 from .files import Contents
+from .opened import StoredTensor
 
 
 class Snapshot:
@@ -79,5 +80,6 @@ class Snapshot:
         return buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
 
 
-def _part(tensor: Tensor | Sliced) -> Tensor:
+def _part(tensor: Tensor | Sliced | StoredTensor) -> Tensor:
+    assert not isinstance(tensor, StoredTensor)  # what a run saves is in memory
     return tensor.tensor if isinstance(tensor, Sliced) else tensor

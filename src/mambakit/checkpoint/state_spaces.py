@@ -6,16 +6,32 @@ mamba-ssm reads no safetensors, so this form alone is written as a .bin; ours ne
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import skip_data
 
 from ..config import ConfigError, ModelConfig
 from ..files import new_folder, write_json
 from ..model import MambaLM
-from .files import CheckpointError, build_model, read_json, read_weights, tokenizer_files
+from .files import (
+    CheckpointError,
+    Contents,
+    bytes_of,
+    read_end_tokens,
+    read_json,
+    read_tokenizer,
+    stored_weights,
+    tokenizer_files,
+)
+from .fitting import EMBEDDING, HEAD
+from .opened import OpenModel, StoredTensor, WriteOptions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,24 +48,65 @@ WITHOUT_EFFECT = INITIALIZATION | {"use_fast_path", "use_mem_eff_path", "layer"}
 FIXED = {"D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False, "d_ssm": None}
 
 
-def is_state_spaces(values: dict[str, Any]) -> bool:
+def is_state_spaces(values: Mapping[str, Any]) -> bool:
     return "d_model" in values and "n_layer" in values
 
 
-def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
+def open_model(folder: Path) -> OpenModel:
     """The model in a folder of state-spaces' form."""
-    config = config_from_state_spaces(read_json(folder / "config.json"))
-    return build_model(config, read_weights(folder), folder, dtype)
+    values = read_json(folder / "config.json")
+    tokenizer = read_tokenizer(folder)
+    end_tokens = read_end_tokens(folder, values, tokenizer)
+    return OpenModel(config_from_state_spaces(values), stored_weights(folder), tokenizer, end_tokens)
 
 
 def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()) -> None:
+    """Write a model that is in memory."""
+    write_folder(OpenModel.of(model, tokenizer, end_tokens), Path(folder), WriteOptions())
+
+
+def write_folder(model: OpenModel, folder: Path, options: WriteOptions) -> None:
     """Write a folder that mamba_ssm's MambaLMHeadModel.from_pretrained opens, with the tokenizer beside it."""
     config = config_to_state_spaces(model.config)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with new_folder(Path(folder), CheckpointError) as beside:
+    with new_folder(folder, CheckpointError) as beside:
         write_json(beside / "config.json", config)
-        torch.save(weights, beside / "pytorch_model.bin")
-        tokenizer_files(tokenizer, end_tokens).write_into(beside)
+        same = {HEAD: EMBEDDING} if model.config.tie_embeddings else {}
+        write_bin(beside / "pytorch_model.bin", model.weights, same)
+        (tokenizer_files(model.tokenizer, model.end_tokens) | Contents({}, options.beside, {})).write_into(beside)
+
+
+def write_bin(path: Path, weights: Mapping[str, StoredTensor], same: Mapping[str, str]) -> None:
+    """What torch.save writes of such a dict, with one tensor in memory at a time; `same` gives tensors second names.
+
+    torch makes the archive with room for tensors that have no memory (skip_data); then each is written into its place,
+    with its checksum, which torch does not compare, but other readers do.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    with FakeTensorMode() as without_memory:
+        room = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+    with without_memory, skip_data(materialize_fake_tensors=True):
+        torch.save({**room, **{name: room[other] for name, other in same.items()}}, path)
+    with zipfile.ZipFile(path) as archive:
+        entry, places = archive.start_dir, {}  # of the archive's own list of its records
+        for record in archive.infolist():
+            places[record.filename.partition("/")[2]] = record, entry
+            entry += 46 + len(record.filename.encode()) + len(record.extra) + len(record.comment)
+    with path.open("r+b") as file:
+        for number, tensor in enumerate(weights.values()):
+            record, entry = places[f"data/{number}"]
+            file.seek(record.header_offset + 26)
+            lengths = struct.unpack("<HH", file.read(4))  # of the name and of what pads it
+            file.seek(record.header_offset + 30 + sum(lengths))
+            data = bytes_of(tensor.read())
+            assert len(data) == record.file_size
+            file.write(data)
+            checksum = struct.pack("<I", zlib.crc32(data))
+            assert file.read(4) == b"PK\x07\x08"  # what follows a record has its checksum too
+            file.seek(0, os.SEEK_CUR)
+            file.write(checksum)
+            file.seek(entry + 16)
+            file.write(checksum)
 
 
 def config_to_state_spaces(config: ModelConfig) -> dict[str, Any]:

@@ -33,6 +33,7 @@ SHAPE_HELP = (
     "sizes by letter, may be given again for more: B batch, L length, D channels, N states, W taps, H heads, "
     "P channels of a head, G groups, V vocabulary; a letter left out is as it is by default"
 )
+Form = Literal["huggingface", "state-spaces", "native", "split", "safetensors", "npz", "onnx"]
 
 
 def prepare(
@@ -335,21 +336,33 @@ def generate(
 
 
 def convert(
-    source: Annotated[Positional[Path], arg(metavar="SRC", help="a model folder of any form, or a run")],
+    source: Annotated[Positional[Path], arg(metavar="SRC", help="a model of any form that can be read, or a run")],
     target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make")],
     /,
-    to: Annotated[Literal["huggingface", "state-spaces", "native"], arg(help="the form to write")],
+    to: Annotated[Form, arg(help="the form to write")],
+    dtype: Annotated[Literal["fp32", "fp16", "bf16"] | None, flag()] = None,
+    tp: Annotated[int, arg(help="split alone: ranks of tensor parallelism, each with a file of its own")] = 1,
+    shard_size: Annotated[str, arg(metavar="SIZE", help="largest safetensors file")] = "5GB",
+    push: Annotated[str | None, flag("upload it to Hugging Face; a new repository is private", "OWNER/NAME")] = None,
 ) -> int:
-    """Write a model in another program's form, bit for bit.
+    """Write a model in another program's form, bit for bit, with one tensor in memory at a time.
+
+    huggingface opens in transformers and vLLM, state-spaces in mamba-ssm; native is huggingface with checksums. split
+    is Mamba-2 for Trainium, with in_proj in three. safetensors and npz are plain arrays; onnx is one step of decoding.
+    All but onnx are read again. What the other program would compute differently is refused, with the reason.
 
     For example:
       mambakit convert run model --to huggingface
-      mambakit convert run model --to state-spaces
+      mambakit convert run model --to state-spaces --dtype fp16
+      mambakit convert run arrays --to npz
       mambakit convert model again --to native
+
+    Args:
+      dtype: of the weights, but for A_log, D and dt bias, which stay fp32; as they are unless set
     """
     from ..checkpoint import convert as run
 
-    run(source, target, to)
+    run(source, target, to, dtype=dtype, tp=tp, shard_size=shard_size, push=push)
     print_line(f"written to {target}")
     return 0
 
@@ -413,7 +426,7 @@ def verify(
 ) -> int:
     """Read everything, compare it with its checksums, and say what is wrong.
 
-    A model folder in Hugging Face's or state-spaces' form has no checksums: it is opened, and its weights looked at.
+    A model folder in another program's form has no checksums: it is opened, and its weights looked at.
 
     For example:
       mambakit verify shards

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from ..checkpoint import CheckpointError, huggingface, load, native, state_spaces
-from ..checkpoint.files import check_fit, read_json, read_shapes
-from ..checkpoint.loading import read_model_config
+from ..checkpoint import CheckpointError, load, native
+from ..checkpoint.files import read_json, stored_weights
+from ..checkpoint.fitting import fit
+from ..checkpoint.formats import format_of, open_model
 from ..data.lanes import document_ranges, lanes
 from ..data.shards import TOKENIZER
 from ..data.tokenize import open_tokenizer, same_tokenizer
@@ -68,14 +69,12 @@ def open_baseline(name: str) -> Baseline:
 
 def _open_folder(name: str, folder: Path) -> Baseline:
     values = read_json(folder / "config.json")
-    is_mamba = state_spaces.is_state_spaces(values) or values.get("model_type") in huggingface.MODEL_TYPES
-    shapes = read_shapes(folder)
+    is_mamba = format_of(folder) is not None
     num_ids = None
     if is_mamba:
-        config = read_model_config(folder)
-        check_fit(config, {huggingface.our_name(part): shape for part, shape in shapes.items()}, folder)
-        num_ids = config.padded_vocab_size
+        num_ids = fit(open_model(folder), folder).config.padded_vocab_size
     else:
+        stored_weights(folder)  # finds files that are missing or cut short
         _check_foreign(folder, values)
     if not (folder / TOKENIZER).is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; it cannot be given the same text")

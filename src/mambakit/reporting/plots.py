@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .curves import Axis, Curve, curves_of, smooth, thin
+from .curves import Axis, Curve, curves_of, make_axes, smooth, thin
 from .markup import GIB, count, escape, run_classes, run_label, short
 from .records import RunRecord, known
 
@@ -36,6 +36,16 @@ PLOTS = (
     Plot("update_norm", "Change of the weights", "L2 norm", is_noisy=True, is_optional=True),
     Plot("tokens_per_second", "Throughput", "tokens per second", is_noisy=True),
     Plot("memory_bytes", "Memory", "GiB", unit_size=GIB),
+)
+
+# Of a picture that stands alone, on a white ground.
+PICTURE_STYLE = (
+    "svg { background: #fff; font-family: system-ui, sans-serif; } text { fill: #5c6370; font-size: 12px; } "
+    ".x { text-anchor: middle; } .y { text-anchor: end; dominant-baseline: central; } "
+    "path { fill: none; stroke-linejoin: round; } .grid { stroke: #dfe2e6; } .axis { stroke: #5c6370; } "
+    "path.run { stroke: #2563eb; stroke-width: 1.6; } path.raw { stroke-width: 1; opacity: 0.3; } "
+    "path.validation { stroke: #d9480f; } circle.run { fill: #2563eb; } "
+    "circle.validation { fill: #fff; stroke: #d9480f; stroke-width: 1.6; } .cursor { visibility: hidden; }"
 )
 
 
@@ -73,6 +83,19 @@ def figures(runs: Sequence[RunRecord], axes: Sequence[Axis]) -> tuple[str, dict[
     view: dict[str, Any] = {"width": Frame.SIZE[0], "left": Frame.LEFT, "inner": Frame.WIDTH}
     view["last"] = {axis.key: axis.last for axis in axes}
     return "\n".join(parts), {"view": view, "plots": plots}
+
+
+def loss_picture(run: RunRecord) -> str | None:
+    """The loss of a run as a file of its own; None where nothing is recorded."""
+    plot, axis = PLOTS[0], make_axes([run])[:2][-1]  # by tokens where these are recorded, else by step
+    training, validation = (curves_of([records], plot.key, plot.unit_size) for records in (run.train, run.evals))
+    if not training and not validation:
+        return None
+    frame = Frame(axis, *_value_range(plot, training, validation, max(run.train["step"], default=0)))
+    width, height = frame.SIZE
+    begin = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width}" height="{2 * height}" '
+    drawing = _drawing(plot, training, validation, frame).replace("<svg ", begin, 1)
+    return drawing.replace(">", f"><style>{PICTURE_STYLE}</style>", 1) + "\n"
 
 
 def _series(curve: Curve, runs: Sequence[RunRecord], axes: Sequence[Axis], kind: str) -> dict[str, Any]:
