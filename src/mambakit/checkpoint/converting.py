@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 
 from ..files import new_folder, path_of
 from ..model import MambaLM
-from . import huggingface, native, state_spaces
+from . import gguf, huggingface, native, state_spaces
 from .files import CheckpointError
 from .loading import ModelFolder, load
+from .opened import OpenModel, StoredTensor
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMS = ("huggingface", "state-spaces", "native")
+FORMS = ("huggingface", "state-spaces", "gguf", "native")
 
 
-def convert(source: str | Path, target: str | Path, to: str) -> None:
-    """Write the model of a folder or run in another form. Weights keep their bits."""
-    _check_form(to)
-    _write(load(native.find(path_of(source), substitute=False)), path_of(target), to)
+def convert(source: str | Path, target: str | Path, to: str, *, dtype: str | None = None) -> None:
+    """Write the model of a folder, run or GGUF file in another form. Weights keep their bits; in GGUF, matrices have
+    `dtype` if given: f32, f16, bf16 or q8_0."""
+    _check_form(to, dtype)
+    _write(load(native.find(path_of(source), substitute=False)), path_of(target), to, dtype)
 
 
 def save(
@@ -37,16 +39,24 @@ def save(
     _write(loaded, path_of(target), to)
 
 
-def _check_form(to: str) -> None:
+def _check_form(to: str, dtype: str | None = None) -> None:
     if to not in FORMS:
         raise CheckpointError(f"a model cannot be written as {to!r}; choose one of {', '.join(FORMS)}")
+    if dtype is not None and to != "gguf":
+        raise CheckpointError(f"--dtype {dtype} is for --to gguf; --to {to} keeps the dtype of the weights")
 
 
-def _write(loaded: ModelFolder, target: Path, to: str) -> None:
+def _write(loaded: ModelFolder, target: Path, to: str, dtype: str | None = None) -> None:
     if to == "huggingface":
         huggingface.write(loaded.model, target, tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
     elif to == "state-spaces":
         state_spaces.write(loaded.model, target, tokenizer=loaded.tokenizer, end_tokens=loaded.end_tokens)
+    elif to == "gguf":
+        weights = {
+            name: StoredTensor(tuple(parameter.shape), parameter.dtype, parameter.detach)
+            for name, parameter in loaded.model.named_parameters()
+        }
+        gguf.write(OpenModel(loaded.model.config, weights, loaded.tokenizer, loaded.end_tokens), target, dtype)
     else:
         with new_folder(target, CheckpointError) as beside:
             parameters = dict(loaded.model.named_parameters())

@@ -11,8 +11,8 @@ import torch
 from ..config import ModelConfig
 from ..files import path_of
 from ..model import MambaLM
-from . import huggingface, native, state_spaces
-from .files import TOKENIZER_CONFIG, CheckpointError, read_json
+from . import gguf, huggingface, native, state_spaces
+from .files import TOKENIZER_CONFIG, CheckpointError, build_model, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +30,11 @@ class ModelFolder:
 def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
     """What `mambakit.load` opens."""
     folder = native.find(path_of(path))
+    if gguf.is_gguf(folder):
+        opened = gguf.open_model(folder)
+        weights = {name: found.read() for name, found in opened.weights.items()}
+        built = build_model(opened.config, weights, folder, dtype)
+        return ModelFolder(built.eval(), opened.tokenizer, opened.end_tokens)
     is_of_run = native.is_checkpoint(folder)
     values = read_json(folder / "config.json")
     if state_spaces.is_state_spaces(values):
@@ -49,6 +54,8 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelFolder:
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The config of the model in a folder, without its weights."""
+    if gguf.is_gguf(folder):
+        return gguf.open_model(folder).config
     values = read_json(folder / "config.json")
     if state_spaces.is_state_spaces(values):
         return state_spaces.config_from_state_spaces(values)

@@ -335,21 +335,26 @@ def generate(
 
 
 def convert(
-    source: Annotated[Positional[Path], arg(metavar="SRC", help="a model folder of any form, or a run")],
-    target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make")],
+    source: Annotated[Positional[Path], arg(metavar="SRC", help="a model folder of any form, a run, or a GGUF file")],
+    target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make; for gguf the file")],
     /,
-    to: Annotated[Literal["huggingface", "state-spaces", "native"], arg(help="the form to write")],
+    to: Annotated[Literal["huggingface", "state-spaces", "gguf", "native"], arg(help="the form to write")],
+    dtype: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None,
+        arg(help="(gguf) of the matrices; that of the weights unless set", metavar="f32|f16|bf16|q8_0"),
+    ] = None,
 ) -> int:
     """Write a model in another program's form, bit for bit.
 
     For example:
       mambakit convert run model --to huggingface
       mambakit convert run model --to state-spaces
+      mambakit convert run model.gguf --to gguf --dtype q8_0
       mambakit convert model again --to native
     """
     from ..checkpoint import convert as run
 
-    run(source, target, to)
+    run(source, target, to, dtype=dtype)
     print_line(f"written to {target}")
     return 0
 
