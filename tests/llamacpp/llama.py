@@ -69,6 +69,7 @@ def _library() -> ctypes.CDLL:
     llama.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
     llama.llama_get_logits_ith.argtypes = [ctypes.c_void_p, number]
     llama.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
+    llama.llama_set_n_threads.argtypes = [ctypes.c_void_p, number, number]
     llama.llama_memory_clear.argtypes = [ctypes.c_void_p, flag]
     llama.llama_free.argtypes = llama.llama_model_free.argtypes = [ctypes.c_void_p]
     llama.llama_log_set(_keep, None)
@@ -93,6 +94,7 @@ class Llama:
         parameters.numbers[0] = parameters.numbers[1] = context  # n_ctx, n_batch
         self.context = self.c.llama_init_from_model(self.model, parameters)
         assert self.context, "llama.cpp makes no context:\n" + "".join(_lines)
+        self.c.llama_set_n_threads(self.context, 1, 1)  # several wait for each other in a loop, on busy cores for long
 
     def close(self) -> None:
         self.c.llama_free(self.context)

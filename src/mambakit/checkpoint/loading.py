@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import ModelConfig
-from ..files import path_of
+from ..files import cache_folder, path_of
 from ..model import MambaLM
 from . import gguf, huggingface, native, state_spaces
 from .files import TOKENIZER_CONFIG, CheckpointError, build_model, read_json
@@ -60,6 +62,24 @@ def read_model_config(folder: Path) -> ModelConfig:
     if state_spaces.is_state_spaces(values):
         return state_spaces.config_from_state_spaces(values)
     return huggingface.config_from_huggingface(values)
+
+
+def tokenizer_file(place: Path) -> Path | None:
+    """tokenizer.json of a model, where it has one; that of a GGUF file is written to the cache."""
+    if not gguf.is_gguf(place):
+        found = place / "tokenizer.json"
+        return found if found.is_file() else None
+    tokenizer = gguf.open_model(place).tokenizer
+    if tokenizer is None:
+        return None
+    text = tokenizer.to_str(pretty=True)
+    path = cache_folder() / "tokenizers" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    return path
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
