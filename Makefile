@@ -2,6 +2,7 @@
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
 # make test-distributed  models and runs on two and four ranks
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
+# make test-llamacpp  GGUF files in llama.cpp itself, whose library comes from npm; NEOX=FILE adds GPT-NeoX's tokenizer.json
 # make campaign   runs on ranks that are killed 200 times at any moment, and before each write; some twenty minutes
 # make signals    commands that are told to stop 50 times at any moment; some ten minutes
 # make cold-caches  four processes at once on empty caches of compiled kernels, 20 times; some twenty minutes
@@ -23,11 +24,12 @@ SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 
 DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tests/parallel/test_plan.py
 SLURM := tests/slurm
+LLAMACPP := tests/llamacpp
 
-.PHONY: test test-long test-distributed test-slurm campaign signals cold-caches demo lint bench clean
+.PHONY: test test-long test-distributed test-slurm test-llamacpp campaign signals cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP))
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
@@ -39,6 +41,21 @@ test-slurm: $(VENV)/.installed
 	command -v slurmctld slurmd munged >/dev/null || \
 		(apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(SLURM)
+
+# The npm package of llama.cpp's bindings for Node has the library itself, of llama.cpp 0.5.0.
+LLAMACPP_PACKAGE ?= @node-llama-cpp/linux-x64@3.22.1
+LLAMACPP_HOME := $(abspath $(VENV))/llamacpp
+NEOX ?=
+test-llamacpp: $(VENV)/.installed $(LLAMACPP_HOME)/.installed
+	@test -n "$(NEOX)" || echo "GPT-NeoX's tokenizer is not tested: add NEOX=path/to/tokenizer.json"
+	OMP_NUM_THREADS=1 MAMBAKIT_LLAMACPP="$$(dirname $$(find $(LLAMACPP_HOME) -name 'libllama.*so'))" MAMBAKIT_NEOX=$(NEOX) \
+		$(BIN)/python -m pytest --quiet $(LLAMACPP)
+
+$(LLAMACPP_HOME)/.installed: Makefile
+	command -v npm >/dev/null || (echo "make test-llamacpp needs npm, which comes with Node" && false)
+	rm -rf $(LLAMACPP_HOME) && mkdir -p $(LLAMACPP_HOME)
+	cd $(LLAMACPP_HOME) && npm pack --silent $(LLAMACPP_PACKAGE) && tar -xzf *.tgz && rm *.tgz
+	touch $@
 
 KILLS ?= 200
 SEED ?= 0

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():  # before Triton is imported: its interpreter 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marks = [] if torch.cuda.is_available() else ["gpu", "multi_gpu"]
     marks += [] if shutil.which("slurmctld") else ["slurm"]  # make test-slurm installs it
+    marks += [] if os.environ.get("MAMBAKIT_LLAMACPP") else ["llamacpp"]  # make test-llamacpp brings it
     absent = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     if absent:
         config.hook.pytest_deselected(items=absent)

@@ -93,6 +93,7 @@ HOMES = {  # of libraries: the only places that import them
     "wandb": {"training/trackers.py"},
     "trackio": {"training/trackers.py"},
     "peft": {"training/lora.py"},
+    "gguf": {"checkpoint/gguf.py"},
 }
 WITHOUT_TORCH = (
     "config",

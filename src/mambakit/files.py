@@ -228,6 +228,39 @@ def new_folder(target: Path, error: type[ValueError] = UserError) -> Iterator[Pa
         raise
 
 
+@contextlib.contextmanager
+def new_file(target: Path, error: type[ValueError] = UserError) -> Iterator[Path]:
+    """A path to write to; the file takes the name `target` only once all of it is on disk."""
+    if os.path.lexists(target):
+        raise error(f"{target} exists; choose another name, or remove it first")
+    made = [folder for folder in target.parents if not folder.exists()]
+    beside = target.with_name(f"{_partial(target)}{secrets.token_hex(4)}")
+    try:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for left in target.parent.glob(f"{glob.escape(_partial(target))}*"):  # by a killed process
+                if left.is_file() and time.time() - left.stat().st_mtime > STARTING_SECONDS:
+                    left.unlink(missing_ok=True)
+            beside.touch()
+        except OSError as problem:
+            raise error(f"{target.parent} cannot be written in: {problem.strerror}; choose another place") from None
+        yield beside
+        sync(beside)
+        if os.path.lexists(target):  # another process was faster
+            raise error(f"{target} exists; choose another name, or remove it first")
+        beside.rename(target)
+        sync(target.parent)
+    except BaseException as problem:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if is_full(problem):
+            raise NoSpaceError(errno.ENOSPC, f"no space left on the disk of {target.parent}") from None
+        raise
+
+
 def check_free(target: Path, error: type[ValueError]) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise error(f"{target} exists and is not empty; choose another place, or remove it first")

@@ -14,8 +14,12 @@ Facts = dict[str, Any]
 def info(path: Path) -> Facts:
     """What is at `path`, by name; `kind` is shards, run, checkpoint or model. Raises UserError for anything else."""
     from .checkpoint import native
+    from .checkpoint.gguf import is_gguf
+    from .checkpoint.loading import read_model_config
     from .data import shards
 
+    if is_gguf(path):
+        return {"kind": "model", **_of_model(read_model_config(path)), "files": 1, "bytes_on_disk": path.stat().st_size}
     if not path.is_dir():
         raise UserError(f"{path} {'is no folder' if path.exists() else 'does not exist'}")
     if shards.is_shards(path):
@@ -25,8 +29,6 @@ def info(path: Path) -> Facts:
     if (path / "checkpoints").is_dir() or native.is_begun(path):
         return _of_run(path)
     if (path / "config.json").is_file():
-        from .checkpoint.loading import read_model_config
-
         return {"kind": "model", **_of_model(read_model_config(path)), **_files(path)}
     raise UserError(
         f"{path} is no shard folder, checkpoint, run or model: it has no index.json, manifest.json, checkpoints or "

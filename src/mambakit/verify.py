@@ -19,6 +19,7 @@ def verify(path: Path) -> Iterator[str]:
         yield from shards.verify(path)
         return
     from .checkpoint import native
+    from .checkpoint.gguf import is_gguf
 
     if native.is_checkpoint(path):
         yield from native.verify(path)
@@ -36,7 +37,7 @@ def verify(path: Path) -> Iterator[str]:
         yield from _verify_metrics(path / "metrics.jsonl", native.step_of(saved[0]) if saved else 0)
     elif native.is_begun(path):
         raise UserError(f"{path} is a run that has no checkpoint yet")
-    elif (path / "config.json").is_file():
+    elif (path / "config.json").is_file() or is_gguf(path):
         yield from _verify_model(path)
     else:
         raise UserError(

@@ -36,9 +36,11 @@ def convert(
     push: str | None = None,
 ) -> None:
     """Write the model of a folder or run in another form, tensor by tensor. Weights keep their bits, unless another
-    dtype is asked for: fp32, fp16 or bf16. `push` uploads the new folder to Hugging Face, as OWNER/NAME."""
+    dtype is asked for: fp32, fp16, bf16, or for GGUF q8_0. `push` uploads the new folder to Hugging Face, as
+    OWNER/NAME."""
     from . import hub
 
+    dtype = {"f32": "fp32", "f16": "fp16"}.get(dtype or "", dtype)  # llama.cpp's names
     options = WriteOptions(dtype, _bytes(shard_size), _ranks(tp, to))
     _check_form(to, options)
     if push is not None:

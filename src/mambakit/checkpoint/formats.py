@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import arrays, huggingface, native, onnx_step, split, state_spaces
+from . import arrays, gguf, huggingface, native, onnx_step, split, state_spaces
 from .files import CheckpointError, read_json
 from .opened import DTYPES, OpenModel, WriteOptions
 
@@ -37,8 +37,12 @@ FORMATS = {
     "split": Format(split.write_folder, _by_config(split.is_split), split.open_model),
     "safetensors": Format(arrays.write_safetensors, _by_config(arrays.is_safetensors), arrays.open_safetensors),
     "npz": Format(arrays.write_npz, _by_config(arrays.is_npz), arrays.open_npz, ("fp32", "fp16")),
+    "gguf": Format(
+        lambda model, target, options: gguf.write(model, target, options.dtype), gguf.is_gguf, gguf.open_model,
+        (*DTYPES, "q8_0"), narrows=True,
+    ),
     "onnx": Format(onnx_step.write_folder, _by_config(onnx_step.is_onnx), None, ("fp32",)),
-}
+}  # fmt: skip
 
 
 def format_of(place: Path) -> str | None:

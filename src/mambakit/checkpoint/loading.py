@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import ModelConfig
-from ..files import path_of
+from ..files import cache_folder, path_of
 from ..model import MambaLM
-from . import native
-from .files import CheckpointError
+from . import gguf, native
+from .files import TOKENIZER, CheckpointError
 from .fitting import build_model
 from .formats import open_model
 from .opened import OpenModel
@@ -48,5 +50,23 @@ def open_whole(place: Path) -> OpenModel:
 
 
 def read_model_config(place: Path) -> ModelConfig:
-    """The config of the model in a folder, without its weights."""
+    """The config of the model at a place, without its weights."""
     return open_model(place).config
+
+
+def tokenizer_file(place: Path) -> Path | None:
+    """tokenizer.json of a model, where it has one; that of a GGUF file is written to the cache."""
+    if not gguf.is_gguf(place):
+        found = place / TOKENIZER
+        return found if found.is_file() else None
+    tokenizer = gguf.open_model(place).tokenizer
+    if tokenizer is None:
+        return None
+    text = tokenizer.to_str(pretty=True)
+    path = cache_folder() / "tokenizers" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    return path

@@ -25,6 +25,7 @@ from ..parallel import Sliced, World
 from ..progress import say
 from . import huggingface
 from .files import CheckpointError, Contents, open_weights, read_weight_file
+from .gguf import is_gguf
 from .opened import OpenModel, WriteOptions
 from .state import TrainingState
 
@@ -255,8 +256,10 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     A message says which checkpoint of a run is used. Where that is damaged, the newest good one is used instead;
     without `substitute`, or where the damaged folder itself was named, it is an error.
     """
+    if is_gguf(path):
+        return path
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; give a run, or the folder that holds a model's config.json")
+        raise CheckpointError(f"{path} is no folder or GGUF file; give a run, or the folder with a model's config.json")
     if not (path / "checkpoints").is_dir():
         if not (path / "config.json").exists() or is_begun(path):
             raise CheckpointError(_why_no_model(path))

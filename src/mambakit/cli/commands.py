@@ -33,7 +33,7 @@ SHAPE_HELP = (
     "sizes by letter, may be given again for more: B batch, L length, D channels, N states, W taps, H heads, "
     "P channels of a head, G groups, V vocabulary; a letter left out is as it is by default"
 )
-Form = Literal["huggingface", "state-spaces", "native", "split", "safetensors", "npz", "onnx"]
+Form = Literal["huggingface", "state-spaces", "native", "split", "safetensors", "npz", "gguf", "onnx"]
 
 
 def prepare(
@@ -337,10 +337,10 @@ def generate(
 
 def convert(
     source: Annotated[Positional[Path], arg(metavar="SRC", help="a model of any form that can be read, or a run")],
-    target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make")],
+    target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make; for gguf the file")],
     /,
     to: Annotated[Form, arg(help="the form to write")],
-    dtype: Annotated[Literal["fp32", "fp16", "bf16"] | None, flag()] = None,
+    dtype: Annotated[Literal["fp32", "fp16", "bf16", "f32", "f16", "q8_0"] | None, flag()] = None,
     tp: Annotated[int, arg(help="split alone: ranks of tensor parallelism, each with a file of its own")] = 1,
     shard_size: Annotated[str, arg(metavar="SIZE", help="largest safetensors file")] = "5GB",
     push: Annotated[str | None, flag("upload it to Hugging Face; a new repository is private", "OWNER/NAME")] = None,
@@ -348,17 +348,18 @@ def convert(
     """Write a model in another program's form, bit for bit, with one tensor in memory at a time.
 
     huggingface opens in transformers and vLLM, state-spaces in mamba-ssm; native is huggingface with checksums. split
-    is Mamba-2 for Trainium, with in_proj in three. safetensors and npz are plain arrays; onnx is one step of decoding.
-    All but onnx are read again. What the other program would compute differently is refused, with the reason.
+    is Mamba-2 for Trainium, with in_proj in three. gguf is one file for llama.cpp, with its tokenizer. safetensors and
+    npz are plain arrays; onnx is one step of decoding. All but onnx are read again. What the other program would compute differently is refused, with the reason.
 
     For example:
       mambakit convert run model --to huggingface
       mambakit convert run model --to state-spaces --dtype fp16
+      mambakit convert run model.gguf --to gguf --dtype q8_0
       mambakit convert run arrays --to npz
       mambakit convert model again --to native
 
     Args:
-      dtype: of the weights, but for A_log, D and dt bias, which stay fp32; as they are unless set
+      dtype: of the weights, but for A_log, D and dt bias, which stay fp32; as they are unless set. q8_0 is for gguf
     """
     from ..checkpoint import convert as run
 

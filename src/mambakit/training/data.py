@@ -10,13 +10,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..checkpoint import CheckpointError
+from ..checkpoint.loading import tokenizer_file
 from ..checkpoint.state import Progress, TrainingState
 from ..config import ConfigError, RunConfig, resolve
 from ..data.foreign import import_tokens, is_tokens
 from ..data.lanes import Range, document_ranges, num_targets
 from ..data.loader import Batch, Loader
 from ..data.prepare import prepare_once
-from ..data.shards import INDEX, TOKENIZER, ShardError, TokenStream, is_shards, read_index, read_tokenizer
+from ..data.shards import INDEX, ShardError, TokenStream, is_shards, read_index, read_tokenizer
 from ..data.tokenize import end_token, same_tokenizer, vocab_size
 from ..files import UserError
 from ..progress import say
@@ -124,15 +125,15 @@ def check_tokenizer_spec(config: RunConfig, model: Path) -> None:
     path = config.data.path[0] if config.data.path else None
     if path is None or is_shards(Path(path)) or is_tokens(Path(path)) or not config.data.tokenizer.startswith("train:"):
         return
-    has_own = (model / TOKENIZER).is_file()
+    has_own = tokenizer_file(model) is not None
     mend = "remove data.tokenizer" if has_own else "it has no tokenizer.json: name its tokenizer with --data.tokenizer"
     raise ConfigError(f"data.tokenizer={config.data.tokenizer} gives other tokens than the model in {model}; {mend}")
 
 
 def check_tokenizer(shards: Path, model: Path | None) -> None:
     """Check that the tokenizer of the shards is intact, and that it is the model's."""
-    ours, theirs = tokenizer_of(shards).to_str(), model / TOKENIZER if model else None
-    if theirs is not None and theirs.is_file() and not same_tokenizer(theirs.read_text(encoding="utf-8"), ours):
+    ours, theirs = tokenizer_of(shards).to_str(), tokenizer_file(model) if model else None
+    if theirs is not None and not same_tokenizer(theirs.read_text(encoding="utf-8"), ours):
         raise CheckpointError(
             f"the data was made with another tokenizer than the model in {model}; prepare it with --tokenizer {theirs}"
         )

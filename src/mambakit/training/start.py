@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import CheckpointError, native
-from ..checkpoint.loading import read_model_config
+from ..checkpoint.loading import read_model_config, tokenizer_file
 from ..config import ConfigError, read_run_config
-from ..data.shards import TOKENIZER
 from ..files import UserError, path_of
 from ..parallel import World
 from ..progress import say
@@ -157,6 +156,6 @@ def _stored_settings(folder: Path, checkpoint: Path | None) -> Mapping[str, Any]
 def _settings_of(source: Path) -> Mapping[str, Any]:
     """The settings that come with the weights of another model: its own, and its tokenizer for text."""
     settings: dict[str, Any] = {"model": read_model_config(source).model_dump()}
-    if (source / TOKENIZER).is_file():
-        settings["data"] = {"tokenizer": str(source / TOKENIZER)}
+    if (tokenizer := tokenizer_file(source)) is not None:
+        settings["data"] = {"tokenizer": str(tokenizer)}
     return settings
