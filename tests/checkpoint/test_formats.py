@@ -41,7 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2-untied-groups": {"kind": "mamba2", "d_model": 24, "head_dim": 8, "num_groups": 2, "tie_embeddings": False},
     "mamba2-width": {"kind": "mamba2", "d_model": 24, "head_dim": 8, "num_groups": 2, "gated_norm": "width"},
 }  # fmt: skip
-READ = [name for name, form in FORMATS.items() if form.open is not None or name == "native"]
+FOLDERS = [name for name in FORMATS if name != "gguf"]  # which is a file: see test_gguf.py
+READ = [name for name in FOLDERS if FORMATS[name].open is not None or name == "native"]
 REFUSED = {  # what the other side computes differently
     ("falcon", "state-spaces"): "norms dt, B and C",
     ("mamba2-width", "state-spaces"): "norms each group",
@@ -197,7 +198,7 @@ def test_weights_that_are_not_finite_are_not_converted(tmp_path: Path) -> None:
     for to in FORMATS:
         if to not in ("split", "onnx"):
             with pytest.raises(CheckpointError, match="backbone.norm_f.weight has values that are not finite"):
-                mambakit.convert(tmp_path / "native", tmp_path / "other", to)
+                mambakit.convert(tmp_path / "native", tmp_path / "other.gguf", to)
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 
@@ -360,5 +361,5 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     broken = {**opened.weights, name: StoredTensor(opened.weights[name].shape, torch.float32, fail)}
     for form in FORMATS.values():
         with pytest.raises(KeyboardInterrupt):
-            form.write(OpenModel(opened.config, broken), tmp_path / "other", WriteOptions())
+            form.write(OpenModel(opened.config, broken), tmp_path / "other.gguf", WriteOptions())
         assert [path.name for path in tmp_path.iterdir()] == ["native"]

@@ -503,8 +503,8 @@ def test_a_run_goes_to_gguf_and_back_by_the_commands(
     assert Path("again.gguf").read_bytes() == Path("model.gguf").read_bytes()
     assert main(["convert", str(finished), "small.gguf", "--to", "gguf", "--dtype", "q8_0"]) == 0
     assert main(["verify", "model.gguf", "native"]) == 0
-    assert main(["convert", str(finished), "model", "--to", "native", "--dtype", "f16"]) == 2
-    assert "--dtype f16 is for --to gguf" in capsys.readouterr().err
+    assert main(["convert", str(finished), "model", "--to", "native", "--dtype", "q8_0"]) == 2
+    assert "--to native has no dtype q8_0" in capsys.readouterr().err
     assert main(["info", "model.gguf", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model.gguf"]["model"] == "mamba2"
     ours, theirs = mambakit.load(finished), mambakit.load("model.gguf")
