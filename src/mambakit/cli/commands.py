@@ -349,7 +349,7 @@ def convert(
 
     huggingface opens in transformers and vLLM, state-spaces in mamba-ssm; native is huggingface with checksums. split
     is Mamba-2 for Trainium, with in_proj in three. gguf is one file for llama.cpp, with its tokenizer. safetensors and
-    npz are plain arrays; onnx is one step of decoding. All but onnx are read again. What the other program would compute
+    npz are plain arrays; onnx is one step of decoding. All but onnx are read again. What the other program computes
     differently is refused, with the reason.
 
     For example:
