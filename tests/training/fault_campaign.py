@@ -45,8 +45,6 @@ import torch
 from parallel.campaign import Broken, Rank, Shared, check, saved, say, start, told_saved, watch
 from runs import make_corpus, metrics, settings, state_bytes
 
-from mambakit.checkpoint import native
-
 STEPS = 36
 STATUS = 75
 GRACE_SECONDS = 30.0  # as Slurm and Kubernetes have it; on a machine where other processes compute too
@@ -111,7 +109,9 @@ class Trial:
         try:
             status = _wait(process, limit)
         except TimeoutError:
-            raise Broken(f"it did not end {limit:.0f} s after {what or 'its start'} in {where or place}:\n{log.read_text()}") from None
+            raise Broken(
+                f"it did not end {limit:.0f} s after {what or 'its start'} in {where or place}:\n{log.read_text()}"
+            ) from None
         said = log.read_text()
         if "Traceback" in said:
             raise Broken(f"{what} in {where}: a traceback:\n{said}")
@@ -268,7 +268,10 @@ def bad_row(folder: Path, kind: str, harm: str, num_stops: int, seed: int) -> st
     else:
         if len(back) != 1 or poison.NAME not in " ".join(back[0]["documents"][:2]):
             raise Broken(f"{alone}: the poisoned document is not named: {back}")
-        at, what = back[0]["step"], f"back from step {back[0]['from_step']} to {back[0]['step']}, {poison.NAME} is named"
+        at, what = (
+            back[0]["step"],
+            f"back from step {back[0]['from_step']} to {back[0]['step']}, {poison.NAME} is named",
+        )
     if not statistics.mean(losses[-5:]) < statistics.mean(losses[at - 5 : at]):
         raise Broken(f"{alone}: the run does not recover: {losses}")
     trial, chance = Trial(folder / "run", config, seed, harmed), random.Random(seed)

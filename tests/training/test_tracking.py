@@ -353,9 +353,11 @@ def test_a_checkpoint_that_is_given_as_an_artifact_outlives_the_run_s_own(
     assert all(not list(native.verify(folder)) for folder in first)
     weights = [folder / "model.safetensors" for folder in (first[-1], native.folder_of(run, steps[-1]))]
     assert weights[0].samefile(weights[1]) == has_links
-    again = LinkedCheckpoints(run, steps[-1])  # a resumed run: those of the last step may be others
-    assert [native.step_of(folder) for folder in first if folder.exists()] == steps[:-1]
-    assert [native.step_of(folder) for folder in again.new()] == steps
+    for folder in first:
+        (folder / "before").touch()
+    again = list(LinkedCheckpoints(run, steps[-1]).new())  # a resumed run: that of the last step may be another
+    assert [native.step_of(folder) for folder in again if (folder / "before").exists()] == steps[:-1]
+    assert [native.step_of(folder) for folder in again] == steps
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_left_out(
@@ -370,15 +372,16 @@ def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_left_out(
         link(source, *rest)
 
     link = os.link
-    linked = LinkedCheckpoints(run, 0)
     monkeypatch.setattr(os, "link", delete_first)
-    found = [folder.name for folder in linked.new()]
+    found = [folder.name for folder in LinkedCheckpoints(run, 0).new()]
     assert found == [folder.name for folder in reversed(native.checkpoints(run))] and oldest.name not in found
     assert sorted(path.name for path in (run / "wandb/checkpoints").iterdir()) == found
 
 
 def test_artifacts_are_for_wandb() -> None:
-    with pytest.raises(ConfigError, match="track.artifacts=true gives checkpoints to W&B, which track.to does not name"):
+    with pytest.raises(
+        ConfigError, match="track.artifacts=true gives checkpoints to W&B, which track.to does not name"
+    ):
         resolve({"track": {"to": ["tensorboard"], "artifacts": True}})
 
 

@@ -149,7 +149,9 @@ class WeightsAndBiases:
             aliases = ["latest", f"step-{step}", *(["best"] if state["best_step"] == step else [])]
             about = {name: state[name] for name in ("step", "tokens", "best_loss", "best_step")}
             artifact = wandb.Artifact(f"checkpoint-{self._run.id}", "model", metadata=about)
-            artifact.add_dir(str(folder), policy="immutable" if self._run.offline else "mutable", skip_cache=True)
+            policy: Any = "immutable" if self._run.offline else "mutable"
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                artifact.add_file(str(path), path.relative_to(folder).as_posix(), skip_cache=True, policy=policy)
             self._run.log_artifact(artifact, aliases=aliases)
             if not self._run.offline:  # it has copies, until they are uploaded
                 shutil.rmtree(folder, ignore_errors=True)
@@ -162,24 +164,28 @@ class LinkedCheckpoints:
         """What is there of `step` and later steps is not part of the run any more."""
         self._run, self._place = run, run / "wandb" / "checkpoints"
         self._place.mkdir(parents=True, exist_ok=True)
-        self._taken: set[str] = set()
         for folder in self._place.iterdir():
             if folder.name.startswith(".") or native.step_of(folder) >= step:
                 shutil.rmtree(folder, ignore_errors=True)
+        self._given: set[str] = set()
+        self._link()
 
     def new(self) -> Iterator[Path]:
         """Those that were not given yet, in the order of steps."""
-        before = [folder for folder in self._place.iterdir() if not folder.name.startswith(".")]
-        found = {folder.name: folder for folder in [*native.checkpoints(self._run), *before]}
-        for name in sorted(found.keys() - self._taken, key=lambda name: native.step_of(found[name])):
-            linked = found[name] if found[name].parent == self._place else self._linked(found[name])
-            if linked is not None:
-                self._taken.add(name)
-                yield linked
+        self._link()
+        for folder in sorted(self._place.iterdir(), key=native.step_of):
+            if folder.name not in self._given:
+                self._given.add(folder.name)
+                yield folder
 
-    def _linked(self, folder: Path) -> Path | None:
-        """None where the run has deleted it meanwhile."""
-        beside, linked = self._place / f".{folder.name}", self._place / folder.name
+    def _link(self) -> None:
+        for folder in native.checkpoints(self._run):
+            if folder.name not in self._given and not (self._place / folder.name).exists():
+                self._link_one(folder)
+
+    def _link_one(self, folder: Path) -> None:
+        """Nothing where the run has deleted it meanwhile."""
+        beside = self._place / f".{folder.name}"
         for copy in (os.link, shutil.copy2):  # some disks have no links
             shutil.rmtree(beside, ignore_errors=True)
             try:
@@ -187,12 +193,12 @@ class LinkedCheckpoints:
             except OSError:
                 if not folder.exists():
                     shutil.rmtree(beside, ignore_errors=True)
-                    return None
+                    return
                 if copy is shutil.copy2:
                     raise
             else:
                 break
-        return beside.rename(linked)
+        beside.rename(self._place / folder.name)
 
 
 class Trackio:
