@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,11 @@ def state_bytes(run: Path, step: int) -> dict[str, bytes]:
                 found[f"{name}/{key}"] = file.get_tensor(key).flatten().view(torch.uint8).numpy().tobytes()
     assert len(found) > 30
     return found
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 240) -> None:
+    """Fails where it does not happen in time."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)

@@ -27,6 +27,12 @@ from mambakit.training.stopping import Stopper
 
 pytestmark = pytest.mark.gpu
 
+GROWING_MUON: dict[str, dict[str, Any]] = {
+    "optim": {"name": "muon", "ema": 0.9},
+    "train": {"batch_warmup": [200, 800]},
+    "data": {"length_warmup": [500, 1200]},
+}
+
 
 def _arguments(op: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     r = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
@@ -109,9 +115,12 @@ def test_the_cpu_backend_refuses_gpu_tensors() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
-def test_a_run_on_a_gpu_resumes_in_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sections", [{}, GROWING_MUON], ids=["plain", "muon"])
+def test_a_run_on_a_gpu_resumes_in_the_same_bits(
+    kind: str, sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards = make_shards(tmp_path)
-    config = settings(shards, kind, parallel={"device": "cuda"})
+    config = settings(shards, kind, **sections, parallel={"device": "cuda"})
     train(config, out=tmp_path / "whole")
     looks = 0
     check = Stopper.check

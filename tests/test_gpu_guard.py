@@ -15,9 +15,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("fp16", "adamw"), ("bf16", "muon")]
+)
 def test_a_step_that_is_not_finite_is_skipped_and_rows_are_left_out(
-    kind: str, precision: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, precision: str, optimizer: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients are made NaN between the captured passes and the update."""
     from mambakit.training import loop as loop_module
@@ -35,7 +37,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_rows_are_left_out(
     monkeypatch.setattr(loop_module, "_accumulate", accumulate)
     values = settings(
         shards, kind, train={"precision": precision, "steps": 20}, checkpoint={"every": 1, "keep_last": 99},
-        parallel={"device": "cuda"},
+        optim={"name": optimizer}, parallel={"device": "cuda"},
     )  # fmt: skip
     values["guard"] = {"bad_steps": 2}
     train(values, out=tmp_path / "run")

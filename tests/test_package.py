@@ -87,6 +87,7 @@ HOMES = {  # of libraries: the only places that import them
     "huggingface_hub": {"evaluation/baselines.py", "data/datasets.py"},
     "mamba_ssm": {"bench/peers.py"},
     "causal_conv1d": {"bench/peers.py"},
+    "torchao": {"training/int8.py"},
     "tensorboard": {"training/trackers.py"},
     "wandb": {"training/trackers.py"},
     "trackio": {"training/trackers.py"},

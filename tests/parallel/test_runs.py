@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import torch
 from runs import metrics, settings, state_bytes
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mambakit.checkpoint import native
 from mambakit.launch import local
@@ -91,6 +93,8 @@ def assert_same(run: Path, alone: Path, step: int = 12, *, loss: float = 2e-6, t
     for one, other in zip(mine, theirs, strict=True):
         if "loss" in other:
             assert one["loss"] == pytest.approx(other["loss"], abs=loss), (one, other)
+        for name in {"grad_norm", "update_norm"} & other.keys():
+            assert one[name] == pytest.approx(other[name], rel=1e-3), (one, other)
     found, expected = tensors(run, step), tensors(alone, step)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -160,6 +164,50 @@ def test_a_run_goes_on_with_what_it_holds_in_the_memory_of_the_cpu(shards: Path,
     assert state_bytes(copy, 12) == state_bytes(tmp_path / "whole", 12)
     status, told = run(1, *words)
     assert status == 2 and "add --gpus 1" in told, told
+
+
+def test_muon_averaged_weights_and_growing_batches_are_those_of_one_rank(shards: Path, tmp_path: Path) -> None:
+    values = settings(
+        shards, "mamba2", model={"dropout": 0.0}, optim={"name": "muon", "lr": 1e-3, "ema": 0.9},
+        train={"batch_warmup": [200, 800]}, data={"length_warmup": [500]}, checkpoint={"every": 6, "keep_last": 9},
+    )  # fmt: skip
+    train(values, out=tmp_path / "alone", quiet=True)
+    for name, layout in {"data": {}, "context": {"cp": 2}}.items():
+        file = config_file(tmp_path, {**values, "parallel": {"device": "cpu", **layout}})
+        status, told = run(2, file, "--out", tmp_path / name)
+        assert status == 0, told
+        assert_same(tmp_path / name, tmp_path / "alone")
+        mine, theirs = (
+            load_file(tmp_path / one / "checkpoints/step_00000012/ema/model.safetensors") for one in (name, "alone")
+        )
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
+    copy = shutil.copytree(tmp_path / "data", tmp_path / "again")
+    status, told = run(2, "--resume", copy / "checkpoints/step_00000006", "--out", copy)
+    assert status == 0, told
+    assert state_bytes(copy, 12) == state_bytes(tmp_path / "data", 12)
+    status, told = run(1, "--resume", copy / "checkpoints/step_00000006", "--out", copy)
+    assert status == 0, told
+    assert_same(copy, tmp_path / "alone")
+    status, told = run(2, file, "--out", tmp_path / "sharded", "--parallel.cp=1", "--parallel.shard=full")
+    assert status == 2 and "optim.name=muon needs all of each matrix" in told, told
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_state_of_eight_bits_is_that_of_one_rank(shards: Path, tmp_path: Path) -> None:
+    values = settings(
+        shards, "mamba2", model={"dropout": 0.0, "d_model": 64, "head_dim": 32, "num_layers": 1},
+        optim={"state": "int8", "lr": 1e-3}, checkpoint={"every": 6, "keep_last": 9}, track={"sample_every": 0},
+    )  # fmt: skip
+    file = config_file(tmp_path, values)
+    assert run(1, file, "--out", tmp_path / "alone")[0] == 0
+    status, told = run(2, file, "--out", tmp_path / "run")
+    assert status == 0, told
+    losses = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("run", "alone")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)  # a code that rounds the other way is a step of its own
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "again")
+    status, told = run(2, "--resume", copy / "checkpoints/step_00000006", "--out", copy)
+    assert status == 0, told
+    assert state_bytes(copy, 12) == state_bytes(tmp_path / "run", 12)
 
 
 def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:

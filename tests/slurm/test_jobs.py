@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from parallel.test_runs import assert_same, run, tensors
-from runs import make_shards, metrics, settings
+from runs import make_shards, metrics, settings, wait_for
 
-from .cluster import Cluster, cluster, wait_for
+from .cluster import Cluster, cluster
 
 pytestmark = pytest.mark.slurm
 STEPS = 120

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import metrics, state_bytes
+from runs import CLOCK_AND_MEMORY, metrics, state_bytes
 
 from mambakit.measure import environment
 from mambakit.training.run import train
@@ -45,7 +45,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did(kind: str, tmp_path: Path
     run = shutil.copytree(BEFORE / kind, tmp_path / "run")
     assert not [*verify(run), *verify(BEFORE / "shards")]
     train({"data": {"path": str(BEFORE / "shards")}}, out=run, resume=True, quiet=True)
-    found, expected = metrics(run), EXPECTED[kind]["metrics"]
+    found, expected = metrics(run, drop=(*CLOCK_AND_MEMORY, "update_norm")), EXPECTED[kind]["metrics"]  # newer
     assert [record.keys() for record in found] == [record.keys() for record in expected]
     for record, before in zip(found, expected, strict=True):
         if IS_SAME_MACHINE:

@@ -373,7 +373,7 @@ def test_extreme_mixes_are_mixes(data: dict[str, Any], tmp_path: Path) -> None:
 def test_a_model_that_cannot_fit_is_told_before_it_is_built(shards: Path, tmp_path: Path) -> None:
     config = settings(shards, model={"d_model": 200_000, "num_layers": 100})
     with pytest.raises(
-        ConfigError, match=r"averages take [\d,]+ GiB, but cpu has [\d,]+ GiB; choose a smaller --model"
+        ConfigError, match=r"optimizer state take [\d,]+ GiB, but cpu has [\d,]+ GiB; choose a smaller --model"
     ):
         train(config, out=tmp_path / "run")
 
@@ -456,7 +456,7 @@ def test_memory_that_is_too_small_is_told_wherever_it_ends(
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
 
     for number, (place, told) in enumerate({
-        "update": "AdamW's averages do not fit in the memory of cpu",
+        "update": "the optimizer's state does not fit in the memory of cpu",
         "score": "evaluations do not fit in the memory of cpu; lower --train.eval-batch-rows",
     }.items()):  # fmt: skip
         with monkeypatch.context() as patch:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_model
-from runs import make_corpus, metrics, settings, state_bytes
+from runs import make_corpus, metrics, settings, state_bytes, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mambakit
@@ -171,20 +170,13 @@ def test_a_second_training_of_the_same_run_is_refused(shards: Path, tmp_path: Pa
         [sys.executable, "-c", code, json.dumps(config), str(tmp_path / "run")], stderr=subprocess.DEVNULL
     )
     try:
-        _wait_for(tmp_path / "run/checkpoints/step_00000003")
+        wait_for((tmp_path / "run/checkpoints/step_00000003").exists)
         with pytest.raises(UserError, match=f"is being trained by another process .process {first.pid}"):
             train(config, out=tmp_path / "run", resume=True)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
     train({"train": {"steps": 1}}, out=tmp_path / "run", resume=True)  # a dead process holds no lock
-
-
-def _wait_for(path: Path, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -10,14 +10,13 @@ import shutil
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from runs import metrics, settings, state_bytes
+from runs import metrics, settings, state_bytes, wait_for
 
 from mambakit.checkpoint import native
 from mambakit.config import ConfigError, resolve
@@ -86,10 +85,7 @@ def killed(shards: Path, folder: Path, to: str, at_step: int, **sections: dict[s
         if record["type"] == "train" and record["step"] == at_step:
             break
     size = (folder / "run" / "metrics.jsonl").stat().st_size
-    until = time.monotonic() + 300
-    while not note.is_file() or json.loads(note.read_text()).get("bytes", 0) < size:
-        assert time.monotonic() < until, "the tracker has not come so far"
-        time.sleep(0.05)
+    wait_for(lambda: note.is_file() and json.loads(note.read_text()).get("bytes", 0) >= size)
     shutil.copytree(folder / "run", folder / "killed")
     steps.close()
     return folder / "killed"

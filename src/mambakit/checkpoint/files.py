@@ -107,6 +107,14 @@ class Contents:
     text: Mapping[str, str]
     tensors: Mapping[str, Mapping[str, Tensor | Sliced]]
 
+    def with_folder(self, name: str, files: Contents) -> Contents:
+        """These, and other files in a folder of their own."""
+        return Contents(
+            {**self.json, **{f"{name}/{key}": value for key, value in files.json.items()}},
+            {**self.text, **{f"{name}/{key}": value for key, value in files.text.items()}},
+            {**self.tensors, **{f"{name}/{key}": value for key, value in files.tensors.items()}},
+        )
+
     def write_into(self, folder: Path) -> None:
         """All files. Of tensors in parts, only the room for them: `write_parts` writes these, on every rank."""
         for name in (*self.json, *self.text, *self.tensors):

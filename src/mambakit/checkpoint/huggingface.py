@@ -35,8 +35,12 @@ MODEL_TYPES = {  # with the class that transformers' config.json names
 def read(folder: Path, dtype: torch.dtype | None = None) -> MambaLM:
     """The model in a folder of Hugging Face's form."""
     config = config_from_huggingface(read_json(folder / "config.json"))
-    weights = {our_name(name): tensor for name, tensor in read_weights(folder).items()}
-    return build_model(config, weights, folder, dtype)
+    return build_model(config, weights_of(folder), folder, dtype)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The weights of such a folder by our names."""
+    return {our_name(name): tensor for name, tensor in read_weights(folder).items()}
 
 
 def write(model: MambaLM, folder: Path, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()) -> None:

@@ -1,8 +1,9 @@
 """Checkpoints of a run: RUN/checkpoints/step_00001000/.
 
 The folder is a model in Hugging Face's form, with `train/` beside it: optimizer, random states, carried states and
-progress in safetensors and JSON. It is written beside its place and renamed; its last file, manifest.json, has the size
-and checksum of all others, so that a folder that was copied or damaged in part is noticed.
+progress in safetensors and JSON. With optim.ema, `ema/` is a second such model: the average of the weights. The folder
+is written beside its place and renamed; its last file, manifest.json, has the size and checksum of all others, so that
+a folder that was copied or damaged in part is noticed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "mambakit-checkpoint", 1
 MANIFEST = "manifest.json"
+AVERAGED = "ema"
 LARGEST_STEP = 10**15
 OPTIMIZER, TENSORS, STATE, CONFIG = (
     Path("train") / name for name in ("optimizer.safetensors", "state.safetensors", "state.json", "config.json")
@@ -63,6 +65,8 @@ def snapshot(
     """The files of a checkpoint, not written yet, with others `beside` them. Its tensors are those of the run, which go
     on changing."""
     files = huggingface.contents(model, parameters, tokenizer, end_tokens)
+    if state.averaged is not None:
+        files = files.with_folder(AVERAGED, huggingface.contents(model, state.averaged, tokenizer, end_tokens))
     more = beside or Contents({}, {}, {})
     return Contents(
         {**files.json, **more.json, str(STATE): state.values(), str(CONFIG): state.config},
@@ -138,8 +142,8 @@ def verify(folder: Path) -> Iterator[str]:
 
 
 def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
-    """What is wrong with the files. With `model_only`, `train/` is left aside, and a checksum that was right is not
-    computed again."""
+    """What is wrong with the files. With `model_only`, `train/` and `ema/` are left aside, and a checksum that was
+    right is not computed again."""
     try:
         manifest = read_json(folder / MANIFEST, CheckpointError)
     except CheckpointError as error:
@@ -156,7 +160,7 @@ def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
         path, parts = folder / name, Path(name).parts
         if not isinstance(expected, dict) or not parts or Path(name).is_absolute() or ".." in parts:
             yield f"{folder / MANIFEST} names {name!r}; need files of the folder"
-        elif not model_only or parts[0] != "train":
+        elif not model_only or parts[0] not in ("train", AVERAGED):
             size, sha256 = expected.get("bytes"), str(expected.get("sha256"))
             try:
                 if not path.is_file():
@@ -171,7 +175,7 @@ def _verify_files(folder: Path, *, model_only: bool) -> Iterator[str]:
 
 def _verify_finite(folder: Path) -> Iterator[str]:
     """Find weights with NaN or infinity, which are written like others, but cannot be used."""
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in sorted([*folder.glob("model*.safetensors"), *(folder / AVERAGED).glob("model*.safetensors")]):
         with open_weights(path) as file:
             bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
         if bad:
@@ -189,6 +193,7 @@ def read_state(folder: Path) -> TrainingState:
             read_weight_file(folder / TENSORS),
             read_json(folder / STATE, CheckpointError),
             read_json(folder / CONFIG, CheckpointError),
+            huggingface.weights_of(folder / AVERAGED) if (folder / AVERAGED).is_dir() else None,
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / STATE} is no training state: {error!r}") from None
@@ -224,9 +229,9 @@ def remove_abandoned(run: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def estimated_bytes(model: MambaLM) -> int:
-    """About what a checkpoint takes on disk: the weights, and AdamW's two averages in their dtype."""
-    return 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) + 2**20
+def estimated_bytes(model: MambaLM, state_bytes: float) -> int:
+    """About what a checkpoint takes on disk: the weights, and what is kept of each number for training."""
+    return sum(int(p.numel() * (p.element_size() + state_bytes)) for p in model.parameters()) + 2**20
 
 
 def find(path: Path, *, substitute: bool = True) -> Path:

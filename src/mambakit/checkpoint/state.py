@@ -51,6 +51,7 @@ class TrainingState:
     metrics_bytes: int  # length of metrics.jsonl
     config: Mapping[str, Any]  # the resolved config of the run
     guard: Mapping[str, Any]  # what training/guard.py knows of the last steps
+    averaged: Mapping[str, Any] | None = None  # weights by name, with optim.ema
     placed: Callable[[str, Tensor], Tensor | Sliced] = lambda name, tensor: tensor  # with its place on several ranks
 
     def tensors(self) -> dict[str, Tensor | Sliced]:
@@ -77,19 +78,14 @@ class TrainingState:
         tensors: Mapping[str, Tensor],
         values: Mapping[str, Any],
         config: Mapping[str, Any],
+        averaged: Mapping[str, Tensor] | None = None,
     ) -> TrainingState:
         """The state whose `tensors` and `values` these are."""
         numbers = {field.name: values[field.name] for field in dataclasses.fields(Progress) if field.name in values}
         numbers["skipped_rows"] = tuple((begin, end) for begin, end in values.get("skipped_rows", ()))
         parts = Progress(**numbers), optimizer, _part("random", tensors), _carried(_part("carried", tensors))
-        return cls(
-            *parts,
-            values["scaler"],
-            values.get("fingerprint"),
-            values["metrics_bytes"],
-            config,
-            values.get("guard", {}),
-        )
+        scaler, rows, length = values["scaler"], values.get("fingerprint"), values["metrics_bytes"]
+        return cls(*parts, scaler, rows, length, config, values.get("guard", {}), averaged)
 
 
 def _part(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

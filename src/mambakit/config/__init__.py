@@ -1,6 +1,7 @@
 """Every setting, its default and its checks. Imports no torch, so that a wrong setting is told at once."""
 
 from .base import ConfigError, Settings
+from .growth import Growth
 from .mixers import Mamba1Dims, Mamba2Dims
 from .model import UNKNOWN_VOCABULARY, ModelConfig
 from .reading import read_config, read_run_config, read_yaml, write_yaml
@@ -23,6 +24,7 @@ __all__ = [
     "UNKNOWN_VOCABULARY",
     "ConfigError",
     "DataConfig",
+    "Growth",
     "GuardConfig",
     "LoraConfig",
     "Mamba1Dims",

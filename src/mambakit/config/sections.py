@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from ..files import paths_of
 from .base import Settings
+from .growth import Growth
 from .model import UNKNOWN_VOCABULARY, ModelConfig
 
 
@@ -61,6 +63,15 @@ TextColumn = Annotated[
 ]
 
 
+# Numbers of tokens after which a size doubles, up to the one that is set.
+Doublings = Annotated[tuple[Annotated[int, Field(ge=1, le=2**60)], ...], Field(strict=False, max_length=16)]
+
+
+def _not_rising(name: str, doublings: tuple[int, ...]) -> Iterator[str]:
+    if any(later <= earlier for earlier, later in itertools.pairwise(doublings)):
+        yield f"{name}={doublings}: need numbers of tokens that rise"
+
+
 class PrepareConfig(Settings):
     """How documents become shards."""
 
@@ -108,6 +119,9 @@ class DataConfig(Settings):
     carry_state: bool = Field(
         False, description="rows read on where they stopped, with the model's state: training beyond the row"
     )
+    length_warmup: Doublings = Field(
+        (), description="tokens after which rows double in length; before, each row is cut into equal pieces"
+    )
     join: bool = Field(
         False, description="read all documents as one text: the state is not reset where a new one begins"
     )
@@ -119,6 +133,14 @@ class DataConfig(Settings):
             yield "mix and data.temperature both say how sources are mixed; give one of them"
         elif (self.mix or self.temperature != 1) and self.carry_state:
             yield "carry_state reads sources as they lie; it cannot be combined with a mix of them"
+        yield from _not_rising("length_warmup", self.length_warmup)
+        if self.sequence_length % 2 ** len(self.length_warmup):
+            yield (
+                f"sequence_length={self.sequence_length} cannot be halved {len(self.length_warmup)} times, as "
+                "length_warmup says; give fewer numbers, or another length"
+            )
+        if self.length_warmup and self.carry_state:
+            yield "length_warmup cuts rows into pieces that start from nothing; it cannot be combined with carry_state"
 
     @field_validator("path", mode="before")
     @classmethod
@@ -127,9 +149,17 @@ class DataConfig(Settings):
         return paths_of(paths) if isinstance(paths, list | tuple) and all(isinstance(p, str) for p in paths) else paths
 
 
-class OptimConfig(Settings):
-    """AdamW and its learning rate."""
+MATRICES = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight")  # that Muon steps
 
+
+class OptimConfig(Settings):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw, or muon for the matrices of the layers, with adamw for embedding, head and all others; "
+        "both with the same learning rate",
+    )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(1e-5, ge=0, description="learning rate at the end, for cosine, linear and wsd")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
@@ -140,10 +170,34 @@ class OptimConfig(Settings):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.95, ge=0, lt=1, description="(muon) of the average of gradients")
     weight_decay: float = Field(0.1, ge=0, description="never on A_log, D, dt bias, norms and biases")
     clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null leaves it as it is")
+    state: Literal["fp32", "int8"] = Field(
+        "fp32", description="(adamw) how its two averages are kept; int8 takes a quarter of the memory: needs torchao"
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="also keep an average of the weights over steps, with this decay, such as 0.999; it is evaluated, "
+        "and saved beside them",
+    )
+
+    def is_for_muon(self, parameter: str) -> bool:
+        """Whether Muon steps the parameter of this name."""
+        return self.name == "muon" and parameter.endswith(MATRICES)
+
+    def state_bytes(self, parameter: str = "") -> float:
+        """Bytes that are kept of each number of a parameter beside weight and gradient."""
+        averages = 1 if self.is_for_muon(parameter) else 2
+        return averages * {"fp32": 4.0, "int8": 1.0}[self.state] + (4.0 if self.ema is not None else 0.0)
 
     def problems(self) -> Iterator[str]:
+        if self.name != "muon" and self.momentum != type(self).model_fields["momentum"].default:
+            yield f"momentum is a setting of name=muon, but name={self.name}; remove one"
+        if self.name != "adamw" and self.state != "fp32":
+            yield f"state={self.state} is for name=adamw, but name={self.name}; remove one"
         if self.schedule != "constant" and self.min_lr > self.lr:
             yield f"min_lr={self.min_lr} is above lr={self.lr}; lower it, or raise lr"
         if self.schedule != "wsd" and self.decay_steps is not None:
@@ -170,6 +224,9 @@ class TrainConfig(Settings):
     tokens: int | None = Field(None, ge=1, le=2**60, description="run length in tokens")
     epochs: float | None = Field(None, gt=0, le=1e6, description="run length in passes over the data")
     batch_tokens: int = Field(32768, ge=1, le=2**32, description="tokens of one optimizer step")
+    batch_warmup: Doublings = Field(
+        (), description="tokens after which the batch doubles, such as 1e8 3e8: two halvings of batch_tokens at first"
+    )
     vram: str = Field(
         "auto",
         description="memory of the GPU that the run may use, such as 24gb; micro_batch_rows and recompute are chosen "
@@ -216,6 +273,7 @@ class TrainConfig(Settings):
         given = [name for name in self.LENGTHS if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"{' and '.join(given)} both say how long the run is; keep one"
+        yield from _not_rising("batch_warmup", self.batch_warmup)
         if self.vram != "auto" and not (self.vram_gigabytes or 0) >= 1:
             yield f"vram={self.vram}: need auto, or a size of at least 1gb, such as 24gb"
         if self.recompute_every > 1 and self.recompute not in ("mixer", "block"):
@@ -381,6 +439,18 @@ class RunConfig(Settings):
         return self.train.batch_tokens // self.data.sequence_length
 
     @property
+    def growth(self) -> Growth:
+        """How batches and rows grow at the beginning of the run."""
+        length = self.data.sequence_length
+        return Growth(
+            self.batch_rows,
+            *(
+                tuple(-(-tokens // length) for tokens in doublings)
+                for doublings in (self.train.batch_warmup, self.data.length_warmup)
+            ),
+        )
+
+    @property
     def micro_batch_rows(self) -> int:
         """Rows computed at once."""
         return min(self.batch_rows, self.train.micro_batch_rows or max(1, 8192 // self.data.sequence_length))
@@ -414,17 +484,35 @@ SECTIONS = {name: cast("type[Settings]", field.annotation) for name, field in Ru
 
 def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
     """What does not fit together across sections, of those that are right by themselves."""
-    data, optim, train = (sections.get(name) for name in ("data", "optim", "train"))
+    data, optim, train, parallel = (sections.get(name) for name in ("data", "optim", "train", "parallel"))
     if data and train and train.batch_tokens % data.sequence_length:
         yield (
             f"train.batch_tokens={train.batch_tokens} is not a multiple of data.sequence_length="
             f"{data.sequence_length}; try {max(1, train.batch_tokens // data.sequence_length) * data.sequence_length}"
         )
+    elif data and train and train.batch_tokens // data.sequence_length % 2 ** len(train.batch_warmup):
+        yield (
+            f"the {train.batch_tokens // data.sequence_length} rows of a step cannot be halved "
+            f"{len(train.batch_warmup)} times, as train.batch_warmup says; give fewer numbers, or another batch_tokens"
+        )
+    if data and train and train.batch_warmup and data.carry_state:
+        yield "train.batch_warmup changes the rows of a batch; it cannot be combined with data.carry_state"
+    if optim and parallel and (parallel.shard != "none" or parallel.tp > 1):
+        for name, value in (("name", optim.name), ("state", optim.state), ("ema", optim.ema)):
+            if value not in ("adamw", "fp32", None):
+                yield (
+                    f"optim.{name}={value} needs all of each matrix on every rank, but parallel.shard="
+                    f"{parallel.shard}, tp={parallel.tp}; use shard=none and tp=1 (cp may be any), or remove it"
+                )
     if optim and train and train.steps is not None:
         for name, value in (("warmup_steps", optim.warmup_steps), ("decay_steps", optim.decay_steps)):
             if value is not None and value > train.steps:
                 yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
-    lora, parallel = sections.get("lora"), sections.get("parallel")
+    lora = sections.get("lora")
+    if lora and optim and lora.is_on:
+        for name, value in (("name", optim.name), ("state", optim.state), ("ema", optim.ema)):
+            if value not in ("adamw", "fp32", None):
+                yield f"optim.{name}={value} cannot be combined with lora.rank={lora.rank}; remove one of them"
     if lora and parallel and lora.is_on:
         for name in ("shard", "tp", "cp"):
             value = getattr(parallel, name)

@@ -1,9 +1,9 @@
 """Batches from shards. The tokens of a row are a pure function of (seed, epoch, row number).
 
 Rows are numbered from 0 without end. An epoch is one pass over the windows of the split, in its own order. A step takes
-the next `batch_rows` rows. The loader's whole state is the number of the next row: any number of threads and any cut
-into micro-batches reads the same rows. Rows that a run was told to leave out (`skipped_rows`) are passed by: a batch
-takes the next ones after them.
+the next `batch_rows` rows, or fewer where batches grow (config/growth.py). The loader's whole state is the number of
+the next row: any number of threads and any cut into micro-batches reads the same rows. Rows that a run was told to
+leave out (`skipped_rows`) are passed by: a batch takes the next ones after them.
 
 With a mix, an epoch has as many rows, but each source has its share of them. A source goes through its own windows in
 its own order, again and again.
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import DataConfig
+from ..config import DataConfig, Growth
 from .shards import ShardError, TokenStream
 
 
@@ -69,6 +69,15 @@ class Batch:
         values["loss_mask"][self.num_rows :] = False
         return Batch(**values)
 
+    def cut(self, pieces: int) -> Batch:
+        """With every row cut into so many: the same tokens and targets, in rows that each start from nothing."""
+        if pieces == 1:
+            return self
+        wide = {
+            name: value.reshape(self.num_rows * pieces, -1) for name, value in vars(self).items() if name != "carries"
+        }
+        return Batch(**wide, carries=self.carries.repeat_interleave(pieces))
+
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
@@ -80,7 +89,8 @@ class Batch:
 
 class Loader:
     """An endless iterator over batches of `batch_rows` rows, from row `next_row` on. Where `own` is given, only these
-    rows of each batch are read, from its first to before its second: those of a rank."""
+    rows of each batch are read, from its first to before its second: those of a rank. Of smaller batches at first, it
+    is the same share."""
 
     def __init__(
         self,
@@ -90,6 +100,7 @@ class Loader:
         *,
         next_row: int = 0,
         own: tuple[int, int] | None = None,
+        growth: Growth | None = None,
         skipped_rows: Sequence[tuple[int, int]] = (),
     ) -> None:
         if len(stream) < 2:
@@ -97,7 +108,7 @@ class Loader:
                 f"the {stream.split} split of {stream.folder} has {len(stream)} tokens; need at least 2 to learn from"
             )
         self.stream, self.config, self.batch_rows = stream, config, batch_rows
-        self.own = own or (0, batch_rows)
+        self.own, self.growth = own or (0, batch_rows), growth or Growth(batch_rows)
         self.length = config.sequence_length
         self.num_windows = -(-(len(stream) - 1) // self.length)
         # Rows of an epoch. With carried states, each row of the batch has its own stretch; the last may be short.
@@ -137,13 +148,18 @@ class Loader:
     def rows(self, first_row: int) -> list[int]:
         """The rows of the batch that starts with this row, or after it, where it is left out."""
         found: list[int] = []
-        row = first_row
+        row, count = first_row, self.growth.rows_at(first_row)
         for begin, end in [*sorted(self.skipped_rows), (math.inf, math.inf)]:
-            found += range(row, int(min(max(begin, row), row + self.batch_rows - len(found))))
-            if len(found) == self.batch_rows:
+            found += range(row, int(min(max(begin, row), row + count - len(found))))
+            if len(found) == count:
                 return found
             row = max(row, int(end))
         raise AssertionError("rows have no end")
+
+    def own_at(self, first_row: int) -> tuple[int, int]:
+        """This rank's share of the rows of that batch."""
+        begin, end = (edge * self.growth.rows_at(first_row) // self.batch_rows for edge in self.own)
+        return begin, end
 
     def row_after(self, first_row: int) -> int:
         """Where the batch after this one starts."""
@@ -169,7 +185,8 @@ class Loader:
     def read(self, first_row: int) -> Batch:
         """The batch that starts with this row."""
         layout, length = self.stream.layout, self.length
-        rows = self.rows(first_row)[self.own[0] : self.own[1]]
+        begin, end = self.own_at(first_row)
+        rows = self.rows(first_row)[begin:end]
         packed = np.zeros((len(rows), length + 1), layout.dtype)  # places that are not filled are no targets
         carries = np.zeros(len(rows), dtype=bool)
         for i, row in enumerate(rows):

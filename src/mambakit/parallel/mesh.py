@@ -99,14 +99,17 @@ def layout_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: boo
     shard = {"none": 1, "hybrid": parallel.shard_size or of_a_machine}.get(parallel.shard, data)
     if data and data % shard:
         problems.append(f"parallel.shard_size={shard} does not divide the {data} data-parallel ranks")
-    if data and config.batch_rows % data:
+    first_rows = config.growth.first_batch_rows
+    if data and first_rows % data:
+        first = " of the first steps" if config.train.batch_warmup else ""
         problems.append(
-            f"the {config.batch_rows} rows of a step cannot be dealt to {data} data-parallel ranks; "
+            f"the {first_rows} rows of a step{first} cannot be dealt to {data} data-parallel ranks; "
             "make train.batch_tokens a multiple of data.sequence_length times these"
         )
-    length = config.data.sequence_length
+    length = config.data.sequence_length // config.growth.pieces_at(0)
     if length % parallel.cp or length // parallel.cp < config.model.conv_width:
-        problems.append(f"data.sequence_length={length} cannot be cut into parallel.cp={parallel.cp} parts")
+        first = " of the first steps (data.length_warmup)" if config.data.length_warmup else ""
+        problems.append(f"data.sequence_length={length}{first} cannot be cut into parallel.cp={parallel.cp} parts")
     if parallel.offload and parallel.shard not in ("full", "hybrid"):
         problems.append("parallel.offload=true needs parallel.shard full or hybrid")
     if parallel.offload and is_one:

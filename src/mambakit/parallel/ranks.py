@@ -95,6 +95,13 @@ class Ranks:
             return dict(self.model.named_parameters())
         return {name: piece.tensor for name, piece in self.pieces.items()}
 
+    def stepped_parts(self) -> Iterator[tuple[Tensor, int]]:
+        """The same in parts, each with the number of ranks that hold it."""
+        if self.is_one:
+            yield from ((parameter, 1) for parameter in self.model.parameters() if parameter.requires_grad)
+        for piece in self.pieces.values():
+            yield from ((piece.tensor if box is None else piece.tensor[box], copies) for box, copies in piece.parts)
+
     @property
     def _sharing(self) -> Sharing | None:
         return Sharing(self.model.config, self.mesh.tp, self.mesh.tp_rank) if self.mesh.tp > 1 else None
@@ -155,10 +162,10 @@ class Ranks:
         return Piece(tensor, Place(shape, cut, rows, copies, copy))
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor that has a parameter's shape, as its optimizer state has; a number is whole."""
-        if self.is_one or not whole.dim():
+        """This rank's part of a tensor that has a parameter's shape, as its optimizer state has; others are whole."""
+        place = self.pieces[name].place if not self.is_one else None
+        if place is None or whole.shape != place.shape:
             return whole
-        place = self.pieces[name].place
         part = whole.new_empty(place.local_shape)
         for held in place.boxes():
             part[held.local] = whole[held.whole]
@@ -169,7 +176,9 @@ class Ranks:
         if self.is_one:
             return tensor
         place = self.pieces[name].place
-        return Sliced(tensor, place if tensor.dim() else Place((), None, None, self.mesh.size, self.mesh.rank))
+        if tensor.shape != place.local_shape:
+            place = Place(tuple(tensor.shape), None, None, self.mesh.size, self.mesh.rank)
+        return Sliced(tensor, place)
 
     def seed(self, seed: int, step: int) -> None:
         """Begin a step's random numbers. They depend on the rows and columns that a rank computes: tp ranks, which

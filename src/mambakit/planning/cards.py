@@ -27,7 +27,7 @@ class Cards:
 
     @property
     def steps(self) -> int:
-        return -(-self.tokens // self.config.train.batch_tokens)
+        return self.config.growth.steps_between(0, self.tokens / self.config.data.sequence_length)
 
     def tokens_per_second(self, found: Fit) -> float:
         return self.rate or found.tokens_per_second

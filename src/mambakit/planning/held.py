@@ -1,6 +1,7 @@
 """What a rank keeps between two steps: parameters, gradients and optimizer state, in bytes.
 
-Masters are fp32. AdamW keeps two averages of each number that the rank steps, and a count of steps for each tensor.
+Masters are fp32. AdamW keeps two averages of each number that the rank steps, and a count of steps for each tensor;
+other optimizers are counted by `optim.state_bytes`, with the average of the weights.
 Activations, and what FSDP2 gathers for a pass, are not counted.
 """
 
@@ -75,7 +76,7 @@ def held(config: RunConfig, mesh: Mesh) -> Held:
         return _held_with_adapters(config)
     copies, copy = mesh.data_size * mesh.cp, mesh.data_rank * mesh.cp + mesh.cp_rank
     sharding = mesh.shard * mesh.cp
-    kept = stepped = tensors = whole = offloaded = 0
+    kept = optimizer = whole = offloaded = 0
     own_rows = config.batch_rows // mesh.data_size
     waits = config.parallel.reduce == "last" and own_rows > config.micro_batch_rows
     for name, parameter in local_parameters(config.model, mesh.tp, mesh.tp_rank).items():
@@ -90,12 +91,12 @@ def held(config: RunConfig, mesh: Mesh) -> Held:
                 ranks, rank = copies, copy
         begin, end = chunk(rows, ranks, rank)
         own = (end - begin) * (parameter.numel() // rows)
-        stepped += own
-        tensors += 1
+        optimizer += round(config.optim.state_bytes(name) * own)
+        optimizer += 0 if config.optim.is_for_muon(name) else FP32  # the count of steps
         if is_sharded(config, name) and config.parallel.offload:
             # Whole gradients, which are on the device, are there before the shared ones.
             offloaded += padded(parameter, sharding) * (1 if waits else 2) + 2 * own + 1
-    return Held(FP32 * kept, FP32 * kept, FP32 * (2 * stepped + tensors), FP32 * whole * waits, FP32 * offloaded)
+    return Held(FP32 * kept, FP32 * kept, optimizer, FP32 * whole * waits, FP32 * offloaded)
 
 
 def _held_with_adapters(config: RunConfig) -> Held:

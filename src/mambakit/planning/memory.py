@@ -17,6 +17,7 @@ from ..parallel import Mesh
 from .held import FP32, Held, largest
 
 NARROW = 2  # bytes of a number in bf16 or fp16
+MUON_AT_ONCE, MUON_BYTES = 2**25, 16  # numbers that Muon iterates together, and bytes that each takes meanwhile
 WORKSPACE = 100e6  # cuBLAS, and small tensors
 FRAGMENTS = 0.02  # of all, lost between blocks of memory
 
@@ -30,6 +31,7 @@ class Memory:
     kept: float  # by the blocks for backward
     loss: float  # logits, or the gradients around the last block, whichever is more
     is_added_to: bool  # gradients of earlier micro-batches are there
+    stepping: float  # of the optimizer's step; captured passes keep their memory meanwhile
 
     @property
     def weights(self) -> float:
@@ -37,7 +39,7 @@ class Memory:
 
     @property
     def workspace(self) -> float:
-        return WORKSPACE + FRAGMENTS * (self.held.on_device + self.copies + self.kept + self.loss)
+        return WORKSPACE + self.stepping + FRAGMENTS * (self.held.on_device + self.copies + self.kept + self.loss)
 
     @property
     def gradients(self) -> float:
@@ -115,7 +117,16 @@ def memory(config: RunConfig, mesh: Mesh, rows: int, recompute: Recompute, size:
     passing = tokens * (max(0.0, most - own) + size * (found.passing / mesh.tp + 2 * d))
     own_rows = config.batch_rows // mesh.data_size
     copies = _copies(config, mesh, size)
-    return Memory(held, copies, kept / mesh.tp, after + max(logits, passing), own_rows > rows)
+    return Memory(held, copies, kept / mesh.tp, after + max(logits, passing), own_rows > rows, stepping_bytes(config))
+
+
+def stepping_bytes(config: RunConfig) -> float:
+    """What the optimizer's step takes for a moment."""
+    if config.optim.name != "muon":
+        return 0.0
+    dims, d = config.model.dims, config.model.d_model
+    largest = d * max(*dims.segments.values(), dims.d_inner)  # of the matrices
+    return MUON_BYTES * min(max(MUON_AT_ONCE, largest), 3 * config.model.num_layers * largest)
 
 
 def _copies(config: RunConfig, mesh: Mesh, size: int) -> float:

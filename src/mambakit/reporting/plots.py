@@ -24,14 +24,16 @@ class Plot:
     unit: str
     unit_size: float = 1.0  # of the recorded unit
     from_zero: bool = True
+    is_optional: bool = False  # not drawn where nothing is recorded
     is_noisy: bool = False  # single steps are drawn faint under their medians, and rare values do not stretch the axis
 
 
 PLOTS = (
     Plot("loss", "Loss", "nats per token", from_zero=False, is_noisy=True),
-    Plot("bits_per_byte", "Bits per byte", "bits per byte", from_zero=False, is_noisy=True),
+    Plot("bits_per_byte", "Bits per byte", "bits per byte", from_zero=False, is_noisy=True, is_optional=True),
     Plot("lr", "Learning rate", "learning rate"),
     Plot("grad_norm", "Gradient norm", "L2 norm", is_noisy=True),
+    Plot("update_norm", "Change of the weights", "L2 norm", is_noisy=True, is_optional=True),
     Plot("tokens_per_second", "Throughput", "tokens per second", is_noisy=True),
     Plot("memory_bytes", "Memory", "GiB", unit_size=GIB),
 )
@@ -63,7 +65,7 @@ def figures(runs: Sequence[RunRecord], axes: Sequence[Axis]) -> tuple[str, dict[
     plots: dict[str, Any] = {}
     for plot in PLOTS:
         training, validation = (curves_of(records, plot.key, plot.unit_size) for records in (train, evals))
-        if not training and not validation and plot.key == "bits_per_byte":
+        if not training and not validation and plot.is_optional:
             continue
         parts.append(_figure(plot, training, validation, axes))
         plots[plot.key] = [_series(curve, runs, axes, "training" if validation else "") for curve in training]

@@ -14,7 +14,10 @@ from typing import Any
 
 from ..files import UserError, json_lines, read_json
 
-TRAIN_KEYS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory_bytes", "epoch")
+TRAIN_KEYS = (
+    "loss", "bits_per_byte", "lr", "grad_norm", "update_norm", "tokens", "tokens_per_second", "mfu", "memory_bytes",
+    "epoch",
+)  # fmt: skip
 EVAL_KEYS = ("loss", "perplexity", "bits_per_byte")
 
 Columns = Mapping[str, "array[float]"]  # "step" and one column for each key, all of one length; NaN: not measured

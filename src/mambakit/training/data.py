@@ -86,6 +86,7 @@ def open_data(
             next_row=progress.next_row,
             own=own,
             skipped_rows=progress.skipped_rows,
+            growth=config.growth,
         )
     rows = iter(loader) if loader else own_batches(batches, progress.step, config)
     ranges = tuple(_val_ranges(val, config.train.eval_tokens))

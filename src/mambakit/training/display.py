@@ -85,6 +85,8 @@ class Display:
             self._live.update(self._table())
         bits = record.get("bits_per_byte")
         more = f", {bits:.3f} bits per byte" if bits is not None else ""
+        if "ema_loss" in record:
+            more += f"; of the averaged weights {record['ema_loss']:.4f}"
         self.say(f"step {record['step']:,}: validation loss {record['loss']:.4f}{more}")
 
     def _sample(self, record: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ..files import is_out_of_memory, replace_json
 from ..parallel import Ranks, World
 from ..parallel.mesh import layout_of
 from ..planning import card_bytes, fit
+from ..planning.memory import stepping_bytes
 from ..progress import say
 from .passes import GraphedPass, Pass, make_pass
 
@@ -61,7 +62,10 @@ def pass_of(config: RunConfig, ranks: Ranks, scaler: torch.amp.GradScaler, dtype
     own_rows, length = config.batch_rows // ranks.mesh.data_size, config.data.sequence_length // ranks.mesh.cp
     rows = min(config.micro_batch_rows, own_rows)
     last = own_rows % rows
-    is_graphed = config.train.cuda_graph and not (last and ranks.is_sharded)  # FSDP2 takes all passes in one way
+    # FSDP2 takes all passes in one way: those of the first steps, which may have fewer or shorter rows, too.
+    is_even = not last and config.growth.first_batch_rows // ranks.mesh.data_size % rows == 0
+    is_even = is_even and not config.data.length_warmup
+    is_graphed = config.train.cuda_graph and (is_even or not ranks.is_sharded)
     shapes = {(rows, length), (last or rows, length)}
     return make_pass(ranks, scaler, dtype, shapes=shapes, compiled=config.train.compile, graphed=is_graphed)
 
@@ -94,12 +98,13 @@ def _peak_of_passes(run: Run) -> int:
     plain = run.run_micro_batch.plain if isinstance(run.run_micro_batch, GraphedPass) else run.run_micro_batch
     random = torch.cuda.get_rng_state(device), torch.get_rng_state()
     torch.cuda.reset_peak_memory_stats(device)
+    optim = config.optim.model_copy(update={"ema": None})  # whose averages are there already
     missing = sum(
-        2 * parameter.nbytes
-        for parameter in run.ranks.parameters.values()
+        optim.state_bytes(name) * parameter.numel()
+        for name, parameter in run.ranks.parameters.items()
         if parameter not in run.optimizer.state and parameter.device == device
     )
-    averages = torch.empty(missing, dtype=torch.uint8, device=device)
+    averages = torch.empty(round(missing + stepping_bytes(config)), dtype=torch.uint8, device=device)
     tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
     documents = torch.zeros(rows, length, dtype=torch.int32, device=device)
     count = torch.ones((), dtype=torch.float32, device=device)

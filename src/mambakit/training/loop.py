@@ -35,8 +35,10 @@ from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
 from ..parallel import Ranks, Sliced, World
 from . import history, lora
+from .change import norm_of_change, sampled_weights
 from .data import TrainingData
 from .display import Display
+from .ema import WeightAverage
 from .fitting import rows_of, shrink
 from .guard import Guard, Judged
 from .metrics import MetricsFile, bits_per_byte
@@ -60,7 +62,7 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}  # of the samples on the way
 class Step:
     """A finished step whose loss the device may still be computing."""
 
-    numbers: Numbers  # loss, gradient norm, and whether it was skipped
+    numbers: Numbers  # loss, gradient norm, whether it was skipped, and in some steps the norm of the change
     rate: float
     num_tokens: int
     first_row: int  # of the data
@@ -81,7 +83,7 @@ class Run:
     world: World
     ranks: Ranks
     run_micro_batch: Pass
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     data: TrainingData
     total_steps: int
@@ -95,6 +97,7 @@ class Run:
     guard: Guard
     watchdog: Watchdog
     progress: Progress
+    average: WeightAverage | None = None  # of the weights, with optim.ema
     carried: State | None = None  # (rows of a batch) with data.carry_state
     unrecorded: Step | None = None  # the last step, on a GPU: recorded when the next one has begun
     clock: Moment | None = None  # when the last recorded step ended, or when the first one after a break began
@@ -270,21 +273,28 @@ def step(run: Run) -> None:
             raise
     run.pace.mark()
     run.saver.before_update()
+    is_measured = (progress.step + 1) % config.track.log_every == 0
+    before = sampled_weights(run.ranks) if is_measured else []
     try:
         clip, mark = config.optim.clip, run.pace.mark
         norm, skipped = update(run.ranks, run.optimizer, run.scaler, rate, clip, loss, mark)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"AdamW's averages do not fit in the memory of {run.device}; take a smaller --model") from error
+        raise UserError(
+            f"the optimizer's state does not fit in the memory of {run.device}; take a smaller --model"
+        ) from error
     run.carried = states and states.map(lambda memory: torch.where(skipped.bool(), 0, memory))  # they may not be finite
     num_tokens = batch.tokens.numel() * mesh.data_size
     loader, next_row = run.data.loader, progress.next_row
     rows = loader.rows(next_row) if loader else range(next_row, next_row + batch.num_rows)
     progress.step += 1
+    if run.average is not None:
+        run.average.update(progress.step)
     progress.tokens += num_tokens
     progress.next_row = rows[-1] + 1
-    numbers = Numbers(loss, norm, skipped)
+    change = [norm_of_change(run.ranks, before)] if is_measured else []
+    numbers = Numbers(loss, norm, skipped, *change)
     record_last_step(run)
     after, pace = dataclasses.replace(progress), run.pace
     run.unrecorded = Step(numbers, rate, num_tokens, rows[0], after, pace.waited, pace.times())
@@ -313,9 +323,10 @@ def _save_what_is_done(run: Run) -> None:
 def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | None]:
     """Gradients of the mean loss over the targets of all ranks' batches; the loss; and the states after it, if
     carried."""
-    rows = run.config.micro_batch_rows
+    pieces = run.config.growth.pieces_at(run.progress.next_row)
+    rows = run.config.micro_batch_rows * pieces
     num_targets = torch.full((), max(1, of_all), dtype=torch.float32, device=run.device)
-    batch = _own_columns(run, batch)
+    batch = _own_columns(run, batch.cut(pieces))
     loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
     states: list[State] = []
     for begin in range(0, batch.num_rows, rows):
@@ -352,7 +363,7 @@ def record_last_step(run: Run) -> None:
     step, run.unrecorded = run.unrecorded, None
     if step is None:
         return
-    loss, norm, skipped = step.numbers.read()  # sync point
+    loss, norm, skipped, *change = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
     flops = run.config.training_flops() * step.num_tokens / run.world.size
@@ -364,6 +375,7 @@ def record_last_step(run: Run) -> None:
         "bits_per_byte": bits_per_byte_of(run.data.train, loss),
         "lr": step.rate,
         "grad_norm": norm,
+        **({"update_norm": change[0]} if change else {}),
         "tokens": step.progress.tokens,
         "epoch": step.progress.next_row / run.data.epoch_rows if run.data.epoch_rows else None,
         "tokens_per_second": step.num_tokens / seconds,
@@ -449,21 +461,15 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 
 
 def _evaluate(run: Run) -> Record:
-    assert run.data.val is not None
-    rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
+    """The validation loss, which decides about the best checkpoint; and that of the averaged weights, if there are."""
     run.display.doing("evaluating")
     run.watchdog.pause("an evaluation")
-    rows *= run.ranks.mesh.data_size
-    batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
-    padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
-    own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
-    result = score(run.model, own, dtype=run.dtype, before_batch=functools.partial(_stop_if_asked, run))
-    if not run.world.is_one:
-        loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
-        result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
+    result = _score(run)
+    averaged: Record = {}
+    if run.average is not None:
+        with run.average.in_place_of_weights():
+            averaged = {"ema_loss": _score(run).loss}
     run.display.doing("training")
-    if not math.isfinite(result.loss):
-        raise _diverged(run, f"the validation loss is not finite at step {run.progress.step:,}")
     if not run.guard.num_bad:
         run.proven_step = run.progress.step
     return {
@@ -473,7 +479,24 @@ def _evaluate(run: Run) -> Record:
         "perplexity": math.exp(min(result.loss, 700.0)),
         "bits_per_byte": bits_per_byte_of(run.data.val, result.loss),
         "targets": result.targets,
+        **averaged,
     }
+
+
+def _score(run: Run) -> Score:
+    assert run.data.val is not None
+    rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
+    rows *= run.ranks.mesh.data_size
+    batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
+    padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
+    own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
+    result = score(run.model, own, dtype=run.dtype, before_batch=functools.partial(_stop_if_asked, run))
+    if not run.world.is_one:
+        loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
+        result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
+    if not math.isfinite(result.loss):
+        raise _diverged(run, f"the validation loss is not finite at step {run.progress.step:,}")
+    return result
 
 
 def _note_best(run: Run, loss: float) -> None:
@@ -607,6 +630,9 @@ def training_state(run: Run) -> TrainingState:
     optimizer, scaler = optimizer_tensors(run.ranks, run.optimizer), run.scaler.state_dict()
     rows = run.data.loader.fingerprint if run.data.loader else None
     metrics_bytes, config = run.metrics.length() if run.metrics else 0, run.config.to_json()
-    guard = run.guard.to_json()
-    state = TrainingState(progress, optimizer, random, run.carried, scaler, rows, metrics_bytes, config, guard)
+    averaged, guard = None, run.guard.to_json()
+    if run.average is not None:
+        averaged = {name: run.ranks.sliced(name, tensor) for name, tensor in run.average.tensors.items()}
+    rest = scaler, rows, metrics_bytes, config, guard, averaged
+    state = TrainingState(progress, optimizer, random, run.carried, *rest)
     return state if run.world.is_one else dataclasses.replace(state, placed=run.ranks.sliced_state)

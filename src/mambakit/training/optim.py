@@ -1,14 +1,17 @@
-"""AdamW, with weight decay on matrices alone: parameters are grouped by name, since Mamba-1's A_log is a matrix too."""
+"""AdamW, or Muon for the matrices of layers. Weight decay acts on matrices alone: parameters are grouped by name, since
+Mamba-1's A_log is a matrix too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import OptimConfig
+from ..config import ConfigError, ModelConfig, OptimConfig
 from ..parallel import Ranks, Sliced
+from . import int8, muon
 from .profiling import region
 
 # A parameter whose name ends so is never decayed: the state's decay rates and skip, dt's bias, norms, other biases.
@@ -23,16 +26,36 @@ def decay_groups(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimConfig, device: torch.device
-) -> torch.optim.AdamW:
+    parameters: Mapping[str, nn.Parameter], config: OptimConfig, device: torch.device, model: ModelConfig | None = None
+) -> torch.optim.Optimizer:
+    """Muon needs the `model`, whose matrices it steps."""
     decay = {"decay": config.weight_decay, "no decay": 0.0}
+    matrices = {name: p for name, p in parameters.items() if config.is_for_muon(name)}
     groups = [
-        {"params": [parameters[name] for name in names], "weight_decay": decay[group]}
+        {"params": [parameters[name] for name in names if name not in matrices], "weight_decay": decay[group]}
         for group, names in decay_groups(parameters).items()
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
-    )
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.state == "int8":
+        return int8.make_adamw(groups, **options)
+    options["fused"] = device.type in ("cpu", "cuda")
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **options)
+    assert model is not None
+    averaging = {"momentum": config.momentum, "weight_decay": config.weight_decay}
+    return muon.Muon(matrices, model.dims, groups, **averaging, **options)
+
+
+def check_same_optimizer(before: OptimConfig, now: OptimConfig) -> None:
+    """The state of one optimizer is of no use to another."""
+    changed = [name for name in ("name", "state") if getattr(before, name) != getattr(now, name)]
+    if changed:
+        settings = " and ".join(f"optim.{name}={getattr(before, name)}" for name in changed)
+        raise ConfigError(
+            f"the run was trained with {settings}, whose state cannot be used with "
+            f"{' and '.join(str(getattr(now, name)) for name in changed)}; put that back, or start a new run with "
+            "--init-from"
+        )
 
 
 @region("update")
@@ -49,7 +72,10 @@ def update(
     or the norm is not finite on any rank, weights and optimizer stay as they are; the device decides that by itself.
     Gives the norm before clipping, and 1 for a skipped step, else 0."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
     ranks.reduce_gradients()
     after_sum()
     scaler.unscale_(optimizer)
@@ -66,8 +92,8 @@ def update(
 
 def _step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step, or change nothing. Fused kernels read the flag on their device, as torch's loss scaling lets them do."""
-    if not optimizer.defaults["fused"]:
-        if not skipped:  # sync point, on devices without such kernels
+    if not optimizer.defaults.get("fused"):
+        if not skipped:  # sync point, on devices and with optimizers that have no such kernels
             optimizer.step()
         return
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
@@ -92,24 +118,29 @@ def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:
             kinds.setdefault(kind, []).append(parameters[name])
         for kind, tensors in kinds.items():
             shape = " x ".join(str(size) for size in tensors[0].shape)
-            yield f"  {kind:<42} {len(tensors):>3} x ({shape})"
+            by_muon = ", muon" if config.is_for_muon(kind) else ""
+            yield f"  {kind:<42} {len(tensors):>3} x ({shape}){by_muon}"
 
 
-def optimizer_tensors(ranks: Ranks, optimizer: torch.optim.AdamW) -> dict[str, Tensor | Sliced]:
+def optimizer_tensors(ranks: Ranks, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Sliced]:
     """The optimizer's state by the names of the parameters, so that it fits however they are grouped later."""
     return {
         f"{name}/{key}": ranks.sliced(name, value)
         for name, parameter in ranks.parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in int8.plain(optimizer.state.get(parameter, {})).items()
     }
 
 
-def load_optimizer_tensors(ranks: Ranks, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer_tensors(ranks: Ranks, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     for name, parameter in ranks.parameters.items():
         prefix = f"{name}/"
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
-            # The fused kernel needs the count of steps on the device of the parameter.
-            optimizer.state[parameter] = {
-                key: ranks.part_of(name, value).to(parameter.device) for key, value in state.items()
-            }
+            # The fused kernel needs the count of steps on the device of the parameter; torchao's has it on the CPU.
+            here = "cpu" if int8.is_int8(optimizer) else parameter.device
+            optimizer.state[parameter] = int8.quantized(
+                {
+                    key: ranks.part_of(name, value).to(parameter.device if value.dim() else here)
+                    for key, value in state.items()
+                }
+            )

@@ -44,6 +44,8 @@ class GoBack(Exception):  # noqa: N818 - not an error
 def restore(run: Run, state: TrainingState) -> None:
     """Put the run where the state was taken. Its progress, data and metrics were opened there."""
     load_optimizer_tensors(run.ranks, run.optimizer, state.optimizer)
+    if run.average is not None and state.averaged is not None:
+        run.average.load(state.averaged)
     if state.scaler:  # empty after a run without one
         run.scaler.load_state_dict(dict(state.scaler))
     if state.carried is not None:
@@ -84,6 +86,8 @@ def go_back(run: Run) -> None:
     if state is not None:
         restore(run, state)
     else:
+        if run.average is not None:  # of the first weights
+            run.average.load(run.ranks.parameters)
         run.scaler.load_state_dict(torch.amp.GradScaler(run.device.type, enabled=run.scaler.is_enabled()).state_dict())
     run.progress, loader = progress, run.data.loader
     assert loader is not None
@@ -125,7 +129,8 @@ def _by_loss(run: Run, begin: int, end: int) -> list[int]:
         for at in range(batch.num_rows):
             run.watchdog.alive()
             result = score(run.model, [batch.rows(at, at + 1)], dtype=run.dtype)
-            sums[loader.own[0] + at], targets[loader.own[0] + at] = result.loss_sum / tp, result.targets / tp
+            place = loader.own_at(begin)[0] + at
+            sums[place], targets[place] = result.loss_sum / tp, result.targets / tp
         sums, targets = run.world.sums(*sums), run.world.sums(*targets)
         losses |= {row: one / max(1.0, count) for row, one, count in zip(rows, sums, targets, strict=True) if row < end}
         begin = rows[-1] + 1

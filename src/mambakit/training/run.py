@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,15 +27,16 @@ from ..measure import matmul_flops
 from ..model import MambaLM
 from ..parallel import Mesh, Ranks, World, code_digest, mesh_of, parallelize
 from ..progress import say, silence
-from . import history, lora
+from . import history, int8, lora
 from .data import TEXT_SETTINGS, check_same_rows, check_tokenizer, check_tokenizer_spec, find_shards, open_data
 from .display import Display
+from .ema import WeightAverage
 from .fitting import fitted, limit_memory, pass_of, try_out
 from .guard import Guard
 from .history import Origin
 from .loop import Run, loop, save, tidy
 from .metrics import MetricsFile
-from .optim import make_optimizer
+from .optim import check_same_optimizer, make_optimizer
 from .pace import Pace
 from .profiling import profiled
 from .recorder import Recorder
@@ -244,6 +244,14 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
             f"the shards of this run, {config.data.path[0]}, are gone; name its data again with --data"
             f"{f' {named}' if named else ', as when it was begun'}"
         )
+    if has_batches and (config.train.batch_warmup or config.data.length_warmup):
+        raise ConfigError(
+            "train.batch_warmup and data.length_warmup are for shards; batches of your own have their sizes"
+        )
+    if start.checkpoint is not None:
+        check_same_optimizer(resolve(*start.settings).optim, config.optim)
+    if config.optim.state == "int8":
+        int8.find_torchao()
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
     origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
@@ -321,7 +329,7 @@ def _assemble(
     run = Run(
         start, config, device, dtype, model, world, ranks,
         run_micro_batch=pass_of(config, ranks, scaler, dtype),
-        optimizer=make_optimizer(ranks.parameters, config.optim, device), scaler=scaler, data=data,
+        optimizer=make_optimizer(ranks.parameters, config.optim, device, config.model), scaler=scaler, data=data,
         total_steps=total_steps, matmul_flops=flops, metrics=metrics, display=display,
         pace=Pace(world, device), saver=saver, recorder=Recorder(*sinks), stopper=Stopper(display.stopping),
         progress=progress, saved=dataclasses.replace(progress) if start.is_own else Progress(step=-1),
@@ -330,6 +338,7 @@ def _assemble(
         # be due to these. Else what was before the last good step is good.
         proven_step=progress.step - (0 if is_proven else 1 + guard.num_bad),
         changed=changed, origin=origin,
+        average=WeightAverage(ranks.parameters, config.optim.ema) if config.optim.ema is not None else None,
     )  # fmt: skip
     try_out(run)
     _note_settings(start, world, run.config)
@@ -464,7 +473,7 @@ def _check_vocabulary(config: RunConfig, data: Path | None) -> None:
 
 def _check_space(folder: Path, model: MambaLM, config: RunConfig) -> None:
     """Check now that the disk is large enough, and not after hours."""
-    size, free = native.estimated_bytes(model), shutil.disk_usage(folder).free
+    size, free = native.estimated_bytes(model, config.optim.state_bytes()), shutil.disk_usage(folder).free
     if free < size:
         raise UserError(
             f"a checkpoint takes about {size / 1e9:.2f} GB, but the disk of {folder} has {free / 1e9:.2f} GB free; "
@@ -483,10 +492,11 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
         raise ConfigError("the length of batches of your own is not known; set train.steps")
     if config.train.tokens is not None:
         left = max(0, config.train.tokens - progress.tokens)
-        return progress.step + -(-left // config.train.batch_tokens)
-    assert config.train.epochs is not None
-    left_rows = max(0.0, config.train.epochs * loader.epoch_rows - progress.rows_read)
-    return progress.step + math.ceil(left_rows / config.batch_rows - 1e-9)
+        last_row: float = progress.next_row - (-left // config.data.sequence_length)
+    else:
+        assert config.train.epochs is not None
+        last_row = progress.next_row + max(0.0, config.train.epochs * loader.epoch_rows - progress.rows_read)
+    return progress.step + config.growth.steps_between(progress.next_row, last_row)
 
 
 def _check_length(config: RunConfig, total_steps: int, *, has_evaluations: bool) -> None:

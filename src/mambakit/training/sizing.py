@@ -42,8 +42,7 @@ LEAST_SECONDS = {"cpu": 2e-2, "cuda": 3e-3}
 STARTING_SECONDS = {"cpu": 2.0, "cuda": 15.0}
 # On a CPU: bytes that a token keeps in a block until backward, by d_model: measured, in bf16; fp32 keeps twice as much.
 KEPT_BYTES = {"none": 32, "light": 26, "mixer": 13, "block": 5}
-STATE_BYTES = 16  # of a parameter: weight, gradient, AdamW's two averages
-FROZEN_BYTES = 4  # of a parameter under adapters, which are few: the weight alone
+FP32_BYTES = 4
 PROCESS_BYTES = 0.65e9  # with torch, and its workspace
 
 LONG_SECONDS = 86400.0
@@ -69,7 +68,7 @@ def default_settings(
     if not says_how and tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
         found |= _short(config) | ({"optim": tuning} if tuning else {})
         config = resolve(found, *layers, vocab_size=index.vocab_size)
-    steps = max(1, tokens // config.train.batch_tokens)
+    steps = max(1, config.growth.steps_between(0, tokens // config.train.batch_tokens * config.batch_rows))
     return {**found, "train": {**found.get("train", {}), "steps": steps}}
 
 
@@ -120,7 +119,7 @@ def check_memory(config: RunConfig, mesh: Mesh, device: torch.device) -> None:
     if there is not None and needed > there:
         each = "" if mesh.size == 1 else f" on each of {mesh.size} ranks"
         raise ConfigError(
-            f"the model has {config.model.num_parameters():,} parameters: weights, gradients and AdamW's averages take "
+            f"the model has {config.model.num_parameters():,} parameters: weights, gradients and optimizer state take "
             f"{needed / 2**30:,.0f} GiB{each}, but {device} has {there / 2**30:,.0f} GiB; choose a smaller --model"
         )
 
@@ -166,12 +165,19 @@ class Cost:
 
 
 def cost(
-    config: RunConfig, mesh: Mesh, steps: int, epoch_rows: int | None, device: torch.device, dtype: torch.dtype,
+    config: RunConfig,
+    mesh: Mesh,
+    steps: int,
+    epoch_rows: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
     flops: float,
-) -> Cost:  # fmt: skip
-    """The cost of so many steps, on a device that multiplies matrices at this rate."""
-    tokens = steps * config.batch_rows * config.data.sequence_length
-    passes = steps * -(-config.batch_rows // config.micro_batch_rows)
+    next_row: int = 0,
+) -> Cost:
+    """The cost of so many steps from a row of the data on, on a device that multiplies matrices at this rate."""
+    rows = config.growth.row_after(next_row, steps) - next_row
+    tokens = rows * config.data.sequence_length
+    passes = max(steps, rows * -(-config.batch_rows // config.micro_batch_rows) // config.batch_rows)
     computing = tokens * config.training_flops() / flops / USUAL_MFU.get(device.type, 0.3)
     recompute = choose_recompute(config.train.recompute, device)
     if device.type == "cuda":
@@ -180,12 +186,12 @@ def cost(
         kept = KEPT_BYTES[recompute] * (2 if dtype == torch.float32 else 1)
         held_tokens = config.micro_batch_rows * config.data.sequence_length
         activations = held_tokens * config.model.num_layers * config.model.d_model * kept
-        state_bytes = FROZEN_BYTES if config.lora.is_on else STATE_BYTES
+        state_bytes = FP32_BYTES if config.lora.is_on else 2 * FP32_BYTES + config.optim.state_bytes()
         taken = PROCESS_BYTES + state_bytes * config.model.num_parameters() + activations
     return Cost(
         steps,
         tokens,
-        steps * config.batch_rows / epoch_rows if epoch_rows else None,
+        rows / epoch_rows if epoch_rows else None,
         STARTING_SECONDS.get(device.type, 5.0) + max(computing, passes * LEAST_SECONDS.get(device.type, 0.0)),
         taken,
     )

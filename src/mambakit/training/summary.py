@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ..checkpoint import native
-from ..config import OptimConfig
+from ..config import OptimConfig, RunConfig
 from ..device import note_of
 from ..measure import environment
 from ..progress import duration, say
@@ -30,7 +30,8 @@ def introduce(run: Run) -> None:
     if (note := note_of(run.device)) is not None:
         say(f"note: {note}")
     left = run.total_steps - run.progress.step
-    rate = f"learning rate {config.optim.lr:g}, {config.optim.schedule}"
+    by = "" if config.optim.name == "adamw" else f"{config.optim.name}, "
+    rate = f"{by}learning rate {config.optim.lr:g}, {config.optim.schedule}"
     if run.data.train is None:
         say(f"{left:,} steps on batches of your own; {rate}")
     else:
@@ -38,8 +39,11 @@ def introduce(run: Run) -> None:
         say(f"{counts.tokens:,} tokens in {counts.documents:,} documents to train on, {held_out:,} tokens held out")
         rows = f"{config.batch_rows} rows of {config.data.sequence_length}, {config.micro_batch_rows} at once"
         say(f"steps of {config.train.batch_tokens:,} tokens: {rows}; {rate}")
+        if growing := _growing(config):
+            say(f"at first, {growing}")
     if left > 0 and run.data.train and not run.stopped_early:
-        ahead = cost(config, run.ranks.mesh, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops)
+        at = run.progress.next_row
+        ahead = cost(config, run.ranks.mesh, left, run.data.epoch_rows, run.device, run.dtype, run.matmul_flops, at)
         say(f"{'still to do' if checkpoint else 'to do'}: {ahead}")
         for warning in ahead.warnings(total_memory(run.device)):
             say(f"note: {warning}")
@@ -48,6 +52,18 @@ def introduce(run: Run) -> None:
         for line in run.changed:
             say(f"changed since the checkpoint: {line}")
         say(f"going on from {checkpoint} at step {run.progress.step:,}")
+
+
+def _growing(config: RunConfig) -> str:
+    parts = []
+    for what, size, doublings in (
+        ("steps", config.train.batch_tokens, config.train.batch_warmup),
+        ("rows", config.data.sequence_length, config.data.length_warmup),
+    ):
+        if doublings:
+            after = ", ".join(f"{tokens:,}" for tokens in doublings)
+            parts.append(f"{what} of {size >> len(doublings):,} tokens, doubled after {after}")
+    return "; ".join(parts)
 
 
 def warn_of_jump(run: Run, steps_before: int, optim_before: OptimConfig) -> None:
