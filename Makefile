@@ -5,6 +5,7 @@
 # make test-llamacpp  GGUF files in llama.cpp itself, whose library comes from npm; NEOX=FILE adds GPT-NeoX's tokenizer.json
 # make campaign   runs on ranks that are killed 200 times at any moment, and before each write; some twenty minutes
 # make signals    commands that are told to stop 50 times at any moment; some ten minutes
+# make faults     signals, bad rows, full and slow disks, trackers that hang, each in every phase; some fifteen minutes
 # make cold-caches  four processes at once on empty caches of compiled kernels, 20 times; some twenty minutes
 # make demo       train a small model on this machine, from the same wheel
 # make lint       ruff and mypy
@@ -26,7 +27,7 @@ DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tes
 SLURM := tests/slurm
 LLAMACPP := tests/llamacpp
 
-.PHONY: test test-long test-distributed test-slurm test-llamacpp campaign signals cold-caches demo lint bench clean
+.PHONY: test test-long test-distributed test-slurm test-llamacpp campaign signals faults cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP))
@@ -65,6 +66,9 @@ campaign: $(VENV)/.installed
 SIGNALS ?= 50
 signals: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.signal_campaign --signals $(SIGNALS) --seed $(SEED)
+
+faults: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.fault_campaign --signals $(SIGNALS) --seed $(SEED)
 
 ROUNDS ?= 20
 DEVICE ?= cpu

@@ -4,33 +4,91 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from .config import ConfigError, Recompute
+from .ops.gpu.sizes import OLDEST_FOR_CUDA, OLDEST_FOR_TRITON
 
+Capability = tuple[int, int]  # of an NVIDIA GPU, such as (9, 0)
+OLDEST_WITH_BF16, OLDEST_WITH_FAST_FP16 = (8, 0), (7, 0)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device by name; auto takes the GPU where there is one."""
+    """The device by name; auto takes the GPU where there is one. One that torch has no code for is refused."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("parallel.device=cuda, but torch finds no GPU here; use auto or cpu")
     if name == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("parallel.device=mps, but torch finds no Apple GPU here; use auto or cpu")
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if name == "cuda":
+        device = torch.device(name, torch.cuda.current_device())
+        if torch.version.hip is None:
+            capability, architectures = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+            check_capability(torch.cuda.get_device_name(device), capability, architectures)
+        return device
+    return torch.device(name)
+
+
+def check_capability(gpu: str, capability: Capability, architectures: Sequence[str]) -> None:
+    """Refuse a GPU that torch was not built for: its first kernel would fail. `architectures` are those of the build,
+    such as sm_80, which is machine code for 8.0 to 8.9, and compute_80, which can be compiled for all newer GPUs."""
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name) for name in architectures]
+    built = [(each[1], (int(each[2]), int(each[3]))) for each in found if each]
+    if not built or any(each <= capability and (kind == "compute" or each[0] == capability[0]) for kind, each in built):
+        return
+    oldest = min(each for _, each in built)
+    mend = "install a newer torch"
+    if capability < oldest:
+        mend = "install torch for CUDA 12.6, which is built for 5.0 to 9.0 (no kernel of mambakit runs below 7.5)"
+    raise ConfigError(
+        f"{gpu} has compute capability {_dotted(capability)}, and torch {torch.__version__} is built for "
+        f"{', '.join(sorted({_dotted(each) for _, each in built}, key=float))}; {mend}; or compute on the CPU "
+        "(train: --parallel.device cpu, other commands: --device cpu)"
+    )
+
+
+def what_runs(gpu: str, capability: Capability) -> str | None:
+    """What is slower on an old GPU, in a sentence; None where all kernels run."""
+    if capability >= OLDEST_FOR_TRITON:
+        return None
+    kernels = "of mambakit's kernels, those of Mamba-1's scan, the convolution and the embedding run. The rest is"
+    if capability < OLDEST_FOR_CUDA:
+        kernels = "no kernel of mambakit runs. All operators are"
+    return (
+        f"{gpu} has compute capability {_dotted(capability)}: {kernels} plain torch, which is slow, and takes more "
+        f"memory than is planned. All kernels run from {_dotted(OLDEST_FOR_TRITON)} on"
+    )
+
+
+def note_of(device: torch.device) -> str | None:
+    """`what_runs` of a device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return what_runs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def fastest_precision(capability: Capability) -> str:
+    """Of matrix products. Below 7.0, fp16 is no faster than fp32, or far slower."""
+    if capability >= OLDEST_WITH_BF16:
+        return "bf16"
+    return "fp16" if capability >= OLDEST_WITH_FAST_FP16 else "fp32"
+
+
+def _dotted(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; auto takes bf16 on a GPU that has it, fp16 on an older one, fp32 elsewhere."""
     if name == "auto":
-        name = "fp32"
-        if device.type == "cuda":
-            name = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+        name = fastest_precision(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "fp32"
     if name == "fp16" and device.type != "cuda":
         raise ConfigError(f"train.precision=fp16 needs a CUDA GPU, but the run is on {device.type}; use fp32 or bf16")
     return DTYPES[name]

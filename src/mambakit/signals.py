@@ -54,8 +54,14 @@ def ending() -> Iterator[None]:
         try:
             yield
         finally:
-            for number in numbers:  # the command is over, and its exit status stands
-                signal.signal(number, signal.SIG_IGN)
+            work_is_done()
+
+
+def work_is_done() -> None:
+    """From now on, a signal does not change how the command ends. Does nothing in a person's own program."""
+    if _is_command:
+        for number in handled():
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -36,6 +36,7 @@ import torch
 import torch.distributed.fsdp
 from runs import make_shards, metrics, settings, state_bytes
 
+from mambakit.__main__ import main as command
 from mambakit.checkpoint import native
 from mambakit.cli import main as mambakit
 from mambakit.launch import local as launch
@@ -58,7 +59,10 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 # "saving" is where training waits; a plain process writes its checkpoints in another thread, and trains meanwhile.
-PHASES = ("starting", "training", "evaluating", "sampling", "saving", "deleting", "ending")
+PHASES = (
+    "starting", "training", "evaluating", "sampling", "saving", "deleting", "ending", "preparing", "building",
+    "going back",
+)  # fmt: skip
 # When a rank is killed: after some time from its start, or in a phase, or before one of its writes to the run folder.
 MOMENTS = {"starting": 3, "training": 3, "evaluating": 2, "sampling": 1, "saving": 3, "write": 5}
 LONGEST = {"starting": 1.0, "training": 0.1, "evaluating": 0.03, "sampling": 0.03, "saving": 0.03}  # seconds
@@ -107,12 +111,16 @@ class Kill:
 
 @dataclass
 class Shared:
-    """What ranks tell the process that kills them: their phase, and the steps of this attempt."""
+    """What ranks tell the process that kills them: their phase, whether a checkpoint is being written, in whichever
+    thread, and the steps of this attempt."""
 
     memory: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 64))
 
     def phase(self, rank: int) -> str:
         return PHASES[self.memory[rank]]
+
+    def is_writing(self, rank: int) -> bool:
+        return bool(self.memory[16 + rank])
 
     def steps(self, rank: int) -> int:
         return self.memory[32 + rank]
@@ -136,7 +144,18 @@ def watch(shared: Shared, rank: int, folder: Path, last_write: int | None) -> No
         original(state)
         shared.memory[32 + rank] = min(255, shared.memory[32 + rank] + 1)
 
+    def write(*args: Any, **kwargs: Any) -> Path:
+        shared.memory[16 + rank] = 1
+        try:
+            return written(*args, **kwargs)
+        finally:
+            shared.memory[16 + rank] = 0
+
     original, loop.step = loop.step, step
+    written, native.write = native.write, write
+    run.find_shards = during("preparing", run.find_shards)
+    run.build = during("building", run.build)
+    loop.go_back = during("going back", loop.go_back)
     loop._evaluate = during("evaluating", loop._evaluate)
     sample = loop._sample
     loop._sample = during("sampling", lambda state: list(sample(state)))
@@ -182,8 +201,10 @@ def start(size: int, words: list[str], log: Path, in_rank: Callable[[int], None]
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
             in_rank(rank)
-            status = mambakit(words)
+            sys.argv = ["mambakit", *words]
+            status = command()
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
         except BaseException:
@@ -283,8 +304,7 @@ class Campaign:
             self.tell()
         elif set(statuses) - {0, 75} and not asked:
             raise Broken(f"nobody was killed, and the ranks ended with {statuses}:\n{self.log.read_text()}")
-        told = [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+): saved in", self.log.read_text())]
-        check(self.run, max([before, *told]))
+        check(self.run, max([before, *told_saved(self.log.read_text())]))
         if not dead and set(statuses) == {0}:
             self.compare()
             self.finished += 1
@@ -392,15 +412,17 @@ def sweep_case(folder: Path, words: list[str], begun: Path | None, size: int, vi
     raise AssertionError
 
 
-def check(run: Path, before: int) -> None:
+def check(run: Path, before: int, *, has_gone_back: bool = False) -> None:
     """What is on disk after an attempt, before the next one has mended anything. A checkpoint of step `before` was
-    there, or was told to be saved."""
+    there, or was told to be saved. A run that has gone back sets newer ones aside."""
     if not native.checkpoints(run):
         if before >= 0:
             raise Broken(f"the checkpoint of step {before} is gone")
         return
     if problems := list(verify(run)):
         raise Broken("\n".join(problems))
+    if has_gone_back:
+        return
     if saved(run) < before:
         raise Broken(f"the newest checkpoint was that of step {before}, and is that of step {saved(run)}")
     if (run / "set-aside").exists():
@@ -413,6 +435,11 @@ def saved(folder: Path) -> int:
     newer = [path for path in folder.glob("checkpoints/.step_*.newer") if native.is_checkpoint(path)]
     steps = [int(path.name.removeprefix(".step_").removesuffix(".newer")) for path in newer]
     return max([-1, *steps, *map(native.step_of, native.checkpoints(folder))])
+
+
+def told_saved(log: str) -> list[int]:
+    """The steps of checkpoints that a run has told to be saved."""
+    return [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+): saved in", log)]
 
 
 def say(line: str) -> None:

@@ -1,85 +1,52 @@
-"""A campaign: a run with bad rows is stopped, killed and starved of disk at any moment, and comes to the same bits."""
+"""A smaller fault campaign: each kind of fault, in a few places (`make faults` is the larger one)."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from poison import environment, make_poisoned_shards
-from runs import metrics, settings, state_bytes
+from runs import metrics, state_bytes
 
-from mambakit.checkpoint import native
 from mambakit.verify import verify
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX systems")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
-STEPS = 36
-SLOW_DISK = """
-import os, time
-sync = os.fsync
+if sys.platform == "win32":
+    pytest.skip("forks and signals of POSIX systems", allow_module_level=True)
 
-def slow(descriptor):
-    time.sleep(0.02)
-    sync(descriptor)
-
-os.fsync = slow
-"""
+from . import fault_campaign as campaign
 
 
-def config(shards: Path, kind: str) -> dict[str, Any]:
-    """Much of the time goes into evaluations, samples and checkpoints; step 30 reads the bad row."""
-    values = settings(
-        shards, kind, data={"seed": 22}, train={"steps": STEPS, "eval_every": 5, "eval_tokens": 600},
-        checkpoint={"every": 4}, track={"sample_every": 6, "sample_tokens": 8}, optim={"schedule": "constant"},
-    )  # fmt: skip
-    return {**values, "guard": {"bad_steps": 1, "window": 16}}
+def test_signals_in_each_phase_lose_nothing(tmp_path: Path) -> None:
+    (line,) = campaign.signals(tmp_path, 8, seed=1)
+    assert "preparing" in line and "while a checkpoint was being written" in line
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("mamba1", 1), ("mamba2", 2)])
-def test_no_checkpoint_is_lost_and_every_bit_is_the_same(kind: str, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "harm"), [("mamba2", "activations"), ("mamba2", "noise"), ("mamba1", "once")])
+def test_bad_rows_are_left_out_whoever_stops_the_run(kind: str, harm: str, tmp_path: Path) -> None:
+    campaign.bad_row(tmp_path / "bad", kind, harm, num_stops=2, seed=2)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    (line,) = campaign.in_namespace(tmp_path / "full", num_fills=3, seed=3)
+    if "not tried" in line:
+        pytest.skip(line)
+
+
+def test_a_slow_disk_is_in_time(tmp_path: Path) -> None:
+    list(campaign.slow_disk(tmp_path, num_stops=1, seed=4))
+
+
+def test_a_tracker_that_hangs_is_in_time_for_a_signal(tmp_path: Path) -> None:
     shards = make_poisoned_shards(tmp_path, val_fraction=0.1)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config(shards, kind)))
-    harmed = environment(tmp_path, "nan")
-    began = time.monotonic()
-    assert subprocess.run(command(file, tmp_path / "whole"), env=harmed, capture_output=True).returncode == 0
-    seconds = time.monotonic() - began
-    assert [record["type"] for record in metrics(tmp_path / "whole")].count("rollback") == 1
-
-    with (tmp_path / "site/sitecustomize.py").open("a") as site:
-        site.write(SLOW_DISK)
-    chance, out = random.Random(seed), tmp_path / "run"
-    newest = stops = 0
-    for _ in range(5):
-        with subprocess.Popen(command(file, out), env=harmed, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                _, told = process.communicate(timeout=chance.uniform(0.3, 0.9) * seconds)
-            except subprocess.TimeoutExpired:
-                process.send_signal(chance.choice(SIGNALS))
-                _, told = process.communicate(timeout=120)
-        assert process.returncode in (0, 75, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1), told
-        stops += process.returncode != 0
-        saved = native.checkpoints(out)
-        if saved:
-            assert native.step_of(saved[0]) >= newest or "going back to step" in told, told
-            newest = native.step_of(saved[0])
-            assert not list(native.verify(saved[0]))
-        if process.returncode == 0:
-            break
-    else:
-        assert subprocess.run(command(file, out), env=harmed, capture_output=True, timeout=300).returncode == 0
-    assert stops > 0
-    assert metrics(out) == metrics(tmp_path / "whole")
-    assert state_bytes(out, STEPS) == state_bytes(tmp_path / "whole", STEPS)
-    assert not list(verify(out))
+    config = campaign.written(tmp_path, campaign.run_settings(shards, track={"to": ["wandb"]}))
+    trial = campaign.Trial(tmp_path / "run", config, harm=lambda: campaign.put_wandb("hangs", "log"))
+    assert trial.stopped(signal.SIGTERM, "training") == 75
+    assert "wandb did not take all records in time; metrics.jsonl has them" in trial.said
 
 
 def command(file: Path, out: Path) -> list[str]:
@@ -90,7 +57,8 @@ def test_a_disk_that_is_full_when_the_run_goes_back_loses_nothing(tmp_path: Path
     """The message tells it, and the run goes on from there when there is space."""
     shards = make_poisoned_shards(tmp_path, val_fraction=0.1)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(config(shards, "mamba2")))
+    guard = {"bad_steps": 1, "window": 16}
+    file.write_text(json.dumps(campaign.run_settings(shards, data={"seed": 22}, guard=guard)))
     harmed = environment(tmp_path, "nan")
     assert subprocess.run(command(file, tmp_path / "whole"), env=harmed, capture_output=True).returncode == 0
     with (tmp_path / "site/sitecustomize.py").open("a") as site:
@@ -106,5 +74,5 @@ def test_a_disk_that_is_full_when_the_run_goes_back_loses_nothing(tmp_path: Path
     done = subprocess.run(command(file, tmp_path / "run"), env=harmed, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert state_bytes(tmp_path / "run", STEPS) == state_bytes(tmp_path / "whole", STEPS)
+    assert state_bytes(tmp_path / "run", campaign.STEPS) == state_bytes(tmp_path / "whole", campaign.STEPS)
     assert os.listdir(tmp_path / "run/set-aside")

@@ -167,6 +167,30 @@ def test_a_spike_is_far_above_the_last_good_losses() -> None:
     assert mixed is not None and mixed.rows == (63 * 8, 69 * 8)
 
 
+def test_a_spike_is_measured_against_the_last_losses_alone() -> None:
+    """A loss of 2.5 was usual once; after a window of losses about 1 it is a spike."""
+    early = [2.5 + 0.01 * (step % 5) for step in range(200)]
+    late = [1.0 + 0.01 * (step % 5) for step in range(64)]
+    assert guard_after([*early, *late[:10], *[2.5] * 5]).trouble is None
+    assert guard_after([*early, *late, *[2.5] * 5]).trouble is not None
+    assert len(guard_after([*early, *late]).losses) == 64
+
+
+def test_a_rise_by_less_than_a_tenth_is_no_spike() -> None:
+    """However even the losses were before."""
+    even = [2.0 + 1e-6 * (step % 3) for step in range(64)]
+    assert guard_after([*even, *[2.19] * 5]).trouble is None
+    assert guard_after([*even, *[2.21] * 5]).trouble is not None
+
+
+def test_spikes_are_not_looked_for_in_warm_up_nor_with_carried_states() -> None:
+    for looks_for_spikes, in_warmup, is_found in ((True, False, True), (True, True, False), (False, False, False)):
+        guard = Guard(GuardConfig(), looks_for_spikes)
+        for step in range(1, 70):
+            guard.judge(judged(step, 2.0 if step < 65 else 9.0, in_warmup=in_warmup))
+        assert (guard.trouble is not None) == is_found
+
+
 def test_a_healthy_run_is_let_alone() -> None:
     """Losses that fall, with heavy tails: a step in fifty is four times as far off."""
     generator = torch.Generator().manual_seed(0)

@@ -82,6 +82,49 @@ def test_a_command_inside_one_long_call_ends_in_time(place: str, number: int, tm
     assert not list(verify(tmp_path / "run"))
 
 
+_TOLD_AT_ITS_END = """
+import os, signal, sys
+from mambakit import __main__
+from mambakit.data import prepare
+from mambakit.cli import commands
+place, sys.argv = sys.argv[1], ["mambakit", *sys.argv[2:]]
+home = {"_put_together": prepare, "remove": prepare, "_print_index": commands}[place]
+original = getattr(home, place)
+
+def told(*given):
+    found = original(*given)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return found
+
+setattr(home, place, told)
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("place", ["_put_together", "remove", "_print_index"])
+def test_prepare_that_is_told_to_stop_when_its_work_is_done_has_done_it(place: str, tmp_path: Path) -> None:
+    """When the shards have their name, status 75 would start the same command again, which then finds them there."""
+    corpus, out = make_corpus(tmp_path / "corpus"), tmp_path / "shards"
+    line = [
+        sys.executable,
+        "-c",
+        _TOLD_AT_ITS_END,
+        place,
+        "prepare",
+        str(corpus),
+        "--out",
+        str(out),
+        "--tokenizer",
+        "bytes",
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (75 if place == "_put_together" else 0), done.stderr
+    assert out.exists() == (place != "_put_together")
+    if out.exists():
+        assert f"written to {out}" in done.stdout and not list(verify(out))
+        assert {path.name for path in tmp_path.iterdir()} == {"corpus", "shards"}
+
+
 def test_a_sample_is_interrupted_between_two_tokens(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

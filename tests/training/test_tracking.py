@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import json
+import os
 import shutil
 import struct
 import sys
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 from runs import metrics, settings, state_bytes, wait_for
 
+from mambakit.checkpoint import native
 from mambakit.config import ConfigError, resolve
 from mambakit.training import trackers, tracking
 from mambakit.training.run import train, training_steps
-from mambakit.training.trackers import Note, Tracked, scalars
+from mambakit.training.trackers import LinkedCheckpoints, Note, Tracked, scalars
 from mambakit.training.tracking import Place, last_step
+from mambakit.verify import verify
 
 Keep = Callable[[Note], None]
 
@@ -73,10 +77,10 @@ def file_of(run: Path) -> list[dict[str, Any]]:
     return metrics(run, drop=())
 
 
-def killed(shards: Path, folder: Path, to: str, at_step: int) -> Path:
+def killed(shards: Path, folder: Path, to: str, at_step: int, **sections: dict[str, Any]) -> Path:
     """A run as it is on disk after a kill: its tracker has all records, and its last checkpoint is some steps older."""
     note = folder / "run" / "tracked" / f"{to}.json"
-    steps = training_steps(tracked_settings(shards, to), out=folder / "run")
+    steps = training_steps(tracked_settings(shards, to, **sections), out=folder / "run")
     for record in steps:
         if record["type"] == "train" and record["step"] == at_step:
             break
@@ -266,14 +270,19 @@ def wandb_records(path: Path) -> Iterator[Any]:
             whole = b""
 
 
-def test_a_wandb_folder_is_complete_after_a_kill_and_a_resume_and_has_one_id(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes_at_once: None
-) -> None:
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B without a key, which writes to no folder of the person's."""
     pytest.importorskip("wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("NETRC", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
+
+
+def test_a_wandb_folder_is_complete_after_a_kill_and_a_resume_and_has_one_id(
+    shards: Path, tmp_path: Path, offline: None, notes_at_once: None
+) -> None:
     run = killed(shards, tmp_path, "wandb", 8)
     first = next((run / "wandb").glob("offline-run-*"))
     train({}, out=run, resume=True, quiet=True)
@@ -297,6 +306,79 @@ def test_a_wandb_folder_is_complete_after_a_kill_and_a_resume_and_has_one_id(
     pages = [folder / "files" / row["samples/1/path"] for row in rows if "samples/1/path" in row]
     assert len(pages) == 2 and all(page.read_text(encoding="utf-8").startswith("<pre>") for page in pages)
     assert any(record.HasField("exit") for record in records)
+
+
+def test_an_offline_folder_has_the_checkpoints_as_artifacts_after_a_kill_and_a_resume(
+    shards: Path, tmp_path: Path, offline: None, notes_at_once: None
+) -> None:
+    track = {"to": ["wandb"], "artifacts": True, "sample_every": 0}
+    run = killed(shards, tmp_path, "wandb", 8, track=track, checkpoint={"keep_last": 9, "keep_best": False})
+    stale = shutil.copytree(native.folder_of(run, 6), run / "wandb/checkpoints/step_00000008")
+    train({}, out=run, resume=True, quiet=True)
+    assert not stale.exists()
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    logged = [record.artifact for record in wandb_records(file) if record.HasField("artifact")]
+    number = json.loads((run / "tracked" / "wandb.json").read_text())["id"]
+    assert {(each.name, each.type, each.run_id) for each in logged} == {(f"checkpoint-{number}", "model", number)}
+    assert [json.loads(each.metadata)["step"] for each in logged] == [3, 6, 9, 12]
+    assert set(logged[-1].aliases) == {"latest", "step-12", "best"}
+    for artifact, step in zip(logged, (3, 6, 9, 12), strict=True):
+        folder = native.folder_of(run, step)
+        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        assert files.keys() == {entry.path for entry in artifact.manifest.contents}
+        for entry in artifact.manifest.contents:
+            assert Path(entry.local_path).read_bytes() == files[entry.path].read_bytes()
+    assert not list(verify(run))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_checkpoint_that_is_given_as_an_artifact_outlives_the_run_s_own(
+    has_links: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    run = shutil.copytree(finished, tmp_path / "run")
+    steps = sorted(native.step_of(folder) for folder in native.checkpoints(run))
+    linked = LinkedCheckpoints(run, 0)
+    first = list(linked.new())
+    assert [native.step_of(folder) for folder in first] == steps and not list(linked.new())
+    shutil.rmtree(native.folder_of(run, steps[0]))
+    assert all(not list(native.verify(folder)) for folder in first)
+    weights = [folder / "model.safetensors" for folder in (first[-1], native.folder_of(run, steps[-1]))]
+    assert weights[0].samefile(weights[1]) == has_links
+    for folder in first:
+        (folder / "before").touch()
+    again = list(LinkedCheckpoints(run, steps[-1]).new())  # a resumed run: that of the last step may be another
+    assert [native.step_of(folder) for folder in again if (folder / "before").exists()] == steps[:-1]
+    assert [native.step_of(folder) for folder in again] == steps
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_left_out(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    oldest = native.checkpoints(run)[-1]
+
+    def delete_first(source: str, *rest: Any) -> None:
+        if oldest.exists():
+            shutil.rmtree(oldest)
+        link(source, *rest)
+
+    link = os.link
+    monkeypatch.setattr(os, "link", delete_first)
+    found = [folder.name for folder in LinkedCheckpoints(run, 0).new()]
+    assert found == [folder.name for folder in reversed(native.checkpoints(run))] and oldest.name not in found
+    assert sorted(path.name for path in (run / "wandb/checkpoints").iterdir()) == found
+
+
+def test_artifacts_are_for_wandb() -> None:
+    with pytest.raises(
+        ConfigError, match="track.artifacts=true gives checkpoints to W&B, which track.to does not name"
+    ):
+        resolve({"track": {"to": ["tensorboard"], "artifacts": True}})
 
 
 def test_trackio_has_each_step_once_after_a_kill_and_a_resume(

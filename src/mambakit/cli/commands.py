@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from .. import signals
 from ..config import ConfigError, PrepareConfig, read_config, write_yaml
 from ..files import UserError, path_of
 from ..progress import say
@@ -64,6 +65,8 @@ def prepare(
     """
     from ..data.prepare import prepare as run
     from ..data.prepare import prepare_part
+    from ..data.shards import is_shards, read_index
+    from ..data.work_folder import remove, work_folder
 
     if not out:
         raise UserError("--out is empty; name the folder of shards to make")
@@ -85,7 +88,16 @@ def prepare(
         from ..data.cluster import on_ray
 
         on_ray(ray, source, Path(out), config)
-    index = run(source, out, **config.model_dump())
+    was_there = is_shards(path_of(out))
+    try:
+        index = run(source, out, **config.model_dump())
+        signals.work_is_done()
+    except signals.Stopped:
+        if was_there or not is_shards(path_of(out)):
+            raise
+        index = read_index(path_of(out))  # the signal came after the shards got their name: the work is done
+        with work_folder(path_of(out)) as work:
+            remove(work)
     if json:
         print_json({"out": out, **index.model_dump()})
     else:

@@ -144,7 +144,8 @@ def _print_cards(found: Cards) -> None:
     screen.print(table)
     print_line(
         "GiB at the peak of a step; kept: by the blocks for backward. With one pass a step, gradients take the place "
-        f"of what was kept. Speeds are estimates: {found.rate_source}. For other GPUs give --tokens-per-second."
+        f"of what was kept. Speeds are estimates: {found.rate_source}. For other GPUs give --tokens-per-second. All "
+        "this is for compute capability 8.0 and newer; a V100 (7.0) or GTX 1080 (6.1) runs no kernel of mambakit."
     )
 
 

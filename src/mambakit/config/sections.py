@@ -349,10 +349,13 @@ class TrackConfig(Settings):
     )
     project: str = Field("mambakit", min_length=1, max_length=128, description="(wandb, trackio) project of the run")
     name: str | None = Field(None, min_length=1, max_length=128, description="(wandb, trackio) the folder's unless set")
+    artifacts: bool = Field(False, description="(wandb) checkpoints as artifacts, with all that a resume needs")
 
     def problems(self) -> Iterator[str]:
         if len(set(self.to)) < len(self.to):
             yield f"to={' '.join(self.to)} names a tracker twice; name each once"
+        if self.artifacts and "wandb" not in self.to:
+            yield "artifacts=true gives checkpoints to W&B, which track.to does not name; add wandb to it"
 
     @field_validator("sample_prompts", "to", mode="before")
     @classmethod

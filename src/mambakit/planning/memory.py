@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from ..config import Mamba1Dims, Mamba2Dims, ModelConfig, Recompute, RunConfig
 from ..model.recompute import BLOCKS_FOR_A_SUM
+from ..ops.gpu.sizes import LOGITS_AT_ONCE, LONG_CHUNK, STEPS_FOR_A_STATE
 from ..parallel import Mesh
 from .held import FP32, Held, largest
 
 NARROW = 2  # bytes of a number in bf16 or fp16
-STEPS_FOR_A_STATE = 32  # Mamba-1's scan keeps one state of so many
-SSD_CHUNK = 64
-LOGITS_AT_ONCE = 2**28  # ops/gpu/cross_entropy.py
 MUON_AT_ONCE, MUON_BYTES = 2**25, 16  # numbers that Muon iterates together, and bytes that each takes meanwhile
 WORKSPACE = 100e6  # cuBLAS, and small tensors
 FRAGMENTS = 0.02  # of all, lost between blocks of memory
@@ -80,7 +78,7 @@ def widths(model: ModelConfig) -> Widths:
         return Widths(projected, made, inner, states, projected + 3 * inner)
     assert isinstance(dims, Mamba2Dims)
     made = dims.conv_channels + inner
-    scratch = 2 * inner * dims.state_size / SSD_CHUNK + 2 * 12 * dims.num_heads  # two states, and decays in fp32
+    scratch = 2 * inner * dims.state_size / LONG_CHUNK + 2 * 12 * dims.num_heads  # two states, and decays in fp32
     return Widths(projected, made, inner, 0.0, projected + dims.conv_channels + 2 * inner + scratch)
 
 

@@ -6,6 +6,7 @@ import time
 
 from ..checkpoint import native
 from ..config import OptimConfig, RunConfig
+from ..device import note_of
 from ..measure import environment
 from ..progress import duration, say
 from .loop import Run, bits_per_byte_of
@@ -26,6 +27,8 @@ def introduce(run: Run) -> None:
         f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
         f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
     )
+    if (note := note_of(run.device)) is not None:
+        say(f"note: {note}")
     left = run.total_steps - run.progress.step
     by = "" if config.optim.name == "adamw" else f"{config.optim.name}, "
     rate = f"{by}learning rate {config.optim.lr:g}, {config.optim.schedule}"

@@ -15,16 +15,18 @@ import secrets
 import shlex
 import shutil
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..checkpoint import native
 from ..config import ConfigError, RunConfig, write_yaml
-from ..files import pip_command
+from ..files import pip_command, read_json
 from .recorder import Record
 
 SECONDS_OF_WANDB = 20.0  # to begin, and to upload what is left: it would also hold up the end of the process
+SECONDS_FOR_ARTIFACTS = 580.0  # to upload what is left, if that may be checkpoints
 Note = dict[str, Any]  # what a tracker keeps for the next time: JSON
 
 
@@ -53,7 +55,7 @@ class Tracker(Protocol):
     def write(self, record: Record) -> None: ...
 
     def flush(self) -> None:
-        """All records so far would survive the end of this process."""
+        """All records so far would survive the end of this process. Called every ten seconds at most."""
 
     def close(self) -> None: ...
 
@@ -108,7 +110,8 @@ class WeightsAndBiases:
             project=run.project, name=run.name, id=number, dir=str(run.folder), mode=mode, resume="allow",
             config=run.config.to_json(), allow_val_change=True,
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=SECONDS_OF_WANDB, finish_timeout=SECONDS_OF_WANDB
+                silent=True, console="off", init_timeout=SECONDS_OF_WANDB,
+                finish_timeout=SECONDS_FOR_ARTIFACTS if run.config.track.artifacts else SECONDS_OF_WANDB,
             ),
         )  # fmt: skip
         _keep_last(before, run.folder / "set-aside" / "wandb")
@@ -116,6 +119,7 @@ class WeightsAndBiases:
         upload = f"offline; upload it with\n  wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
         self.where = upload if self._run.offline else str(self._run.url)
         self._samples = _Numbers()
+        self._checkpoints = LinkedCheckpoints(run.folder, run.step) if run.config.track.artifacts else None
 
     def write(self, record: Record) -> None:
         step = record["step"]
@@ -128,10 +132,73 @@ class WeightsAndBiases:
         self._run.log(values, step=step)
 
     def flush(self) -> None:
-        """W&B's own process writes them."""
+        """W&B's own process writes the records."""
+        self._log_checkpoints()
 
     def close(self) -> None:
+        self._log_checkpoints()
         self._run.finish()
+
+    def _log_checkpoints(self) -> None:
+        """Give W&B the checkpoints that are new. An offline folder names their files, which therefore stay."""
+        import wandb
+
+        for folder in self._checkpoints.new() if self._checkpoints else ():
+            state = read_json(folder / native.STATE)
+            step = state["step"]
+            aliases = ["latest", f"step-{step}", *(["best"] if state["best_step"] == step else [])]
+            about = {name: state[name] for name in ("step", "tokens", "best_loss", "best_step")}
+            artifact = wandb.Artifact(f"checkpoint-{self._run.id}", "model", metadata=about)
+            policy: Any = "immutable" if self._run.offline else "mutable"
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                artifact.add_file(str(path), path.relative_to(folder).as_posix(), skip_cache=True, policy=policy)
+            self._run.log_artifact(artifact, aliases=aliases)
+            if not self._run.offline:  # it has copies, until they are uploaded
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class LinkedCheckpoints:
+    """Checkpoints of a run under a second name, in RUN/wandb/checkpoints, where the run does not delete them."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        """What is there of `step` and later steps is not part of the run any more."""
+        self._run, self._place = run, run / "wandb" / "checkpoints"
+        self._place.mkdir(parents=True, exist_ok=True)
+        for folder in self._place.iterdir():
+            if folder.name.startswith(".") or native.step_of(folder) >= step:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._given: set[str] = set()
+        self._link()
+
+    def new(self) -> Iterator[Path]:
+        """Those that were not given yet, in the order of steps."""
+        self._link()
+        for folder in sorted(self._place.iterdir(), key=native.step_of):
+            if folder.name not in self._given:
+                self._given.add(folder.name)
+                yield folder
+
+    def _link(self) -> None:
+        for folder in native.checkpoints(self._run):
+            if folder.name not in self._given and not (self._place / folder.name).exists():
+                self._link_one(folder)
+
+    def _link_one(self, folder: Path) -> None:
+        """Nothing where the run has deleted it meanwhile."""
+        beside = self._place / f".{folder.name}"
+        for copy in (os.link, shutil.copy2):  # some disks have no links
+            shutil.rmtree(beside, ignore_errors=True)
+            try:
+                shutil.copytree(folder, beside, copy_function=copy)
+            except OSError:
+                if not folder.exists():
+                    shutil.rmtree(beside, ignore_errors=True)
+                    return
+                if copy is shutil.copy2:
+                    raise
+            else:
+                break
+        beside.rename(self._place / folder.name)
 
 
 class Trackio:

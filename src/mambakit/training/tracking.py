@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FOLDER = "tracked"
 SECONDS_BETWEEN_NOTES = 10.0
 SECONDS_AT_END = 25.0  # to send what is left
+SECONDS_FOR_ARTIFACTS = 600.0  # the same, where checkpoints are sent too
 SECONDS_AT_STOP = 5.0  # after a signal, when a scheduler may kill soon, or an error
 RESTS = 9  # times as long as a record has taken: a tenth of a core at most goes into trackers
 BLOCK = 2**16
@@ -46,7 +47,8 @@ def tracked(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        until = time.monotonic() + (SECONDS_AT_END if run.is_done else SECONDS_AT_STOP)
+        at_end = SECONDS_FOR_ARTIFACTS if run.config.track.artifacts else SECONDS_AT_END
+        until = time.monotonic() + (at_end if run.is_done else SECONDS_AT_STOP)
         for follower in followers:
             follower.end()
         for follower in followers:

@@ -8,8 +8,7 @@ import importlib.util
 import torch
 
 from . import nvrtc
-
-OLDEST_FOR_TRITON, OLDEST_FOR_CUDA = (8, 0), (7, 5)
+from .sizes import OLDEST_FOR_CUDA, OLDEST_FOR_TRITON
 
 
 @functools.cache

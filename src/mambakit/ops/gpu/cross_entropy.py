@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Enough rows at a time for matrix products at full speed; half a gigabyte in bf16.
-LOGITS_AT_ONCE = 2**28
+from .sizes import LOGITS_AT_ONCE
+
 # Rows of logits begin at multiples of this many elements, so that any vocabulary is read in whole vectors.
 ALIGNMENT = 64
 # Blocks are whole tiles of the matrix products.

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..selective_scan import ScanInputs
 from .device import is_roomy, processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
+from .sizes import STEPS_FOR_A_STATE, STEPS_WITH_LITTLE_ROOM
 
 NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; NC and NS in the source
 FORWARD_TILE, BACKWARD_TILE = 8, 4  # steps
@@ -61,7 +62,7 @@ class Layout:
 @functools.cache
 def layout(num_states: int, device: torch.device) -> Layout:
     """What fits in the shared memory of this GPU."""
-    keep, room = (32, 160 * 1024) if is_roomy(device) else (16, 64 * 1024)
+    keep, room = (STEPS_FOR_A_STATE, 160 * 1024) if is_roomy(device) else (STEPS_WITH_LITTLE_ROOM, 64 * 1024)
     warps = 4
     while Layout(num_states, keep, warps).backward_shared > room:
         warps //= 2

@@ -35,6 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..ssd import SSDInputs
 from .device import processors
+from .sizes import LONG_CHUNK, SHORT_CHUNK
 from .ssd_backward import dC_kernel, ddt_kernel, dx_dB_kernel, intra_chunk_kernel
 from .ssd_forward import chunk_states_kernel, decays_kernel, forward_kernel, state_passing_kernel
 from .ssd_step import step_kernel
@@ -90,15 +91,15 @@ class Tiles:
         padded = max(16, triton.next_power_of_2(x.shape[3]))
         if x.dtype == torch.float32:
             four, eight = _warps(4, 1), _warps(8, 1)
-            return cls(32, min(padded, 32), four, eight, eight, eight, forward={16: four}, precise=True)
+            return cls(SHORT_CHUNK, min(padded, 32), four, eight, eight, eight, forward={16: four}, precise=True)
         channels, two, three = min(padded, 64), _warps(4, 2), _warps(4, 3)
         if num_states > 128 or not _has_wide_products(x.device):
             # Longer chunks fit in registers only where the tensor cores read their operands from shared memory.
-            return cls(32, channels, three, two, two, two, forward={64: two})
+            return cls(SHORT_CHUNK, channels, three, two, two, two, forward={64: two})
         limited = _warps(4, 3, 168)
         if not tma:  # only 64 channels: Triton 3.6 compiles 32 wrongly where tiles are read by addresses
-            return cls(64, channels, limited, three, two, three, forward={64: two})
-        return cls(64, channels, limited, limited, three, three, forward={32: three, 64: three}, tma=True)
+            return cls(LONG_CHUNK, channels, limited, three, two, three, forward={64: two})
+        return cls(LONG_CHUNK, channels, limited, limited, three, three, forward={32: three, 64: three}, tma=True)
 
 
 def _fits_tma(tensor: Tensor) -> bool:
