@@ -478,9 +478,9 @@ def test_a_tokenizer_of_another_model_is_told(odd: Path, tmp_path: Path) -> None
     """On a GPU, the token that the model does not have would end the process without a word."""
     shutil.copytree(odd / "bytes", tmp_path / "other")
     (tmp_path / "other/tokenizer.json").write_bytes((odd / "tokenizer.json").read_bytes())
-    with pytest.raises(UserError, match=r"other has 257 tokens, but its tokenizer.json gives number 2\d\d"):
+    with pytest.raises(UserError, match="other has ids up to 299, but the model has 257 rows"):
         evaluate(tmp_path / "other", [odd / "shards"], split="train", device="cpu")
-    with pytest.raises(UserError, match=r"other has 257 tokens, but its tokenizer.json gives number 2\d\d"):
+    with pytest.raises(UserError, match="other has ids up to 299, but the model has 257 rows"):
         evaluate(odd / "model", [odd / "shards"], split="train", baselines=[str(tmp_path / "other")], device="cpu")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,14 @@ def test_onnx_runtime_decodes_as_we_do(name: str, tmp_path: Path) -> None:
             assert_close(torch.from_numpy(found["logits"]), logits, 1e-5)
     with pytest.raises(CheckpointError, match="written with --to onnx, which cannot be read again"):
         mambakit.load(tmp_path / "onnx")
+
+
+def test_onnx_without_its_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = _native("mamba1", tmp_path / "native")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(CheckpointError, match=r"--to onnx needs the package onnxscript: pip install '.*\[onnx\]'"):
+        mambakit.convert(native, tmp_path / "onnx", "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 def test_every_format_can_start_a_run(tmp_path: Path, shards: Path) -> None:

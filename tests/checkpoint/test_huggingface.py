@@ -112,6 +112,24 @@ def test_weights_go_there_and_back_bit_for_bit(case: str, tmp_path: Path) -> Non
     assert _same_weights(back, ours)
 
 
+VLLM_SHARED = (
+    "architectures vocab_size hidden_size num_hidden_layers conv_kernel use_conv_bias use_bias layer_norm_epsilon"
+)
+VLLM_KEYS = {  # that vLLM's classes of these names read, beside those
+    "mamba": "state_size intermediate_size time_step_rank hidden_act tie_word_embeddings",
+    "falcon": "state_size intermediate_size time_step_rank hidden_act tie_word_embeddings mixer_rms_eps",
+    "mamba2": "state_size expand n_groups num_heads head_dim hidden_act tie_word_embeddings",
+    "nemotron": "ssm_state_size n_groups mamba_num_heads mamba_head_dim mamba_hidden_act hybrid_override_pattern",
+}
+
+
+@pytest.mark.parametrize("case", VLLM_KEYS)
+def test_the_config_has_what_vllm_reads(case: str, tmp_path: Path) -> None:
+    huggingface.write(_model(case), tmp_path / "ours")
+    values = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert {*VLLM_SHARED.split(), *VLLM_KEYS[case].split()} <= values.keys()
+
+
 THEIR_CONFIGS: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 6, "expand": 3, "use_bias": True},
     "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 10},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,19 @@ def write_folder(model: OpenModel, folder: Path, options: WriteOptions) -> None:
         "eos_token_id": list(model.end_tokens) or None,
         "tensor_parallel_size": options.tp,
     }
-    files = {file_of(rank, options.tp): _of_rank(model, rank, options.tp) for rank in range(options.tp)}
+    kept = replace(model, weights=_kept(model.weights))
+    files = {file_of(rank, options.tp): _of_rank(kept, rank, options.tp) for rank in range(options.tp)}
     with new_folder(folder, CheckpointError) as beside:
         tokenizing = tokenizer_files(model.tokenizer, model.end_tokens)
         (tokenizing | Contents({"config.json": config}, options.beside, files)).write_into(beside)
+
+
+def _kept(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same, of which the last two are kept: in_proj's weight and bias, of which three are made by turns."""
+    read = functools.lru_cache(maxsize=2)(lambda name: weights[name].read())
+    return {
+        name: StoredTensor(found.shape, found.dtype, functools.partial(read, name)) for name, found in weights.items()
+    }
 
 
 def _of_rank(model: OpenModel, rank: int, ranks: int) -> dict[str, StoredTensor]:

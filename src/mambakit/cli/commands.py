@@ -352,14 +352,16 @@ def convert(
     target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make; for gguf the file")],
     /,
     to: Annotated[Form, arg(help="the form to write")],
-    dtype: Annotated[Literal["fp32", "fp16", "bf16", "f32", "f16", "q8_0"] | None, flag()] = None,
+    dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "f32", "f16", "q8_0"] | None, flag(metavar="fp32|fp16|bf16|q8_0")
+    ] = None,
     tp: Annotated[int, arg(help="split alone: ranks of tensor parallelism, each with a file of its own")] = 1,
     shard_size: Annotated[str, arg(metavar="SIZE", help="largest safetensors file")] = "5GB",
     push: Annotated[str | None, flag("upload it to Hugging Face; a new repository is private", "OWNER/NAME")] = None,
 ) -> int:
     """Write a model in another program's form, bit for bit, with one tensor in memory at a time.
 
-    huggingface opens in transformers and vLLM, state-spaces in mamba-ssm; native is huggingface with checksums. split
+    huggingface is for transformers and vLLM, state-spaces for mamba-ssm; native is huggingface with checksums. split
     is Mamba-2 for Trainium, with in_proj in three. gguf is one file for llama.cpp, with its tokenizer. safetensors and
     npz are plain arrays; onnx is one step of decoding. All but onnx are read again. What the other program computes
     differently is refused, with the reason.

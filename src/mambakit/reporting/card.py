@@ -56,7 +56,7 @@ def model_card(run: Path, step: int) -> dict[str, str]:
         lines += ["## Loss", "", f"![loss of training and validation]({PICTURE})", ""]
         lines += ["Line: training. Dots: validation, on documents that were held out.", ""]
     lines += [*_evaluations(record, f"step_{step:08d}"), USAGE]
-    text = "\n".join(lines)
+    text = "\n".join(lines).encode("utf-8", "replace").decode()  # a name may be no UTF-8
     return {"README.md": text, **({PICTURE: picture} if picture is not None else {})}
 
 
@@ -69,7 +69,7 @@ def _figures(record: RunRecord, step: int) -> Iterator[str]:
     except (KeyError, TypeError, ValueError, ArithmeticError):
         yield from ("A language model, trained with mambakit.", "")
     else:
-        kind, size = KINDS[model.kind], f"{model.num_parameters():,} parameters"
+        kind, size = KINDS.get(model.kind, model.kind), f"{model.num_parameters():,} parameters"
         yield from (f"A {kind} language model of {size}, trained with mambakit.", "")
         rows["Model"] = f"{kind}, d_model {model.d_model}, {model.num_layers} layers"
         rows["Parameters"] = f"{model.num_parameters():,}"
@@ -116,7 +116,7 @@ def _evaluations(record: RunRecord, checkpoint: str) -> Iterator[str]:
         names = ", ".join(_last_name(path) for path in (data if isinstance(data, list) else [data]))
         if evaluation.get("split"):
             names += f" ({_cell(evaluation['split'])})"
-        for result in results:
+        for result in (found for found in results if isinstance(found, dict)):
             is_this = result.get("model") == evaluation.get("checkpoint")
             model = "this model" if is_this else _last_name(result.get("model"))
             figures = [decimal(number(result.get(key))) for key in ("loss", "perplexity", "bits_per_byte")]
