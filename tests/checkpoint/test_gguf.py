@@ -71,8 +71,8 @@ def test_every_decay_reads_back_to_itself() -> None:
     logs = torch.cat([torch.randn(200_000) * scale for scale in (1e-6, 1e-3, 0.1, 1, 3, 30)])
     logs = torch.cat([logs, torch.tensor([0.0, -0.0, -torch.inf, -200.0, 88.0, 1e-38, 1e-44])])
     values = gguf._exp(logs)
-    assert torch.equal(gguf._exp(gguf._log_of(values)), values)
-    assert (gguf._log_of(values)[:1000] - logs[:1000]).abs().max() < 1e-7
+    assert torch.equal(gguf._exp(gguf._log(values)), values)
+    assert (gguf._log(values)[:1000] - logs[:1000]).abs().max() < 1e-7
 
 
 def test_falcon_with_an_eps_of_its_own_is_the_same_function(tmp_path: Path) -> None:
@@ -310,6 +310,8 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     with pytest.raises(CheckpointError, match=r"has \[\] for the end of a text; need one to 3 of its tokens"):
         written(tokenizer, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"has \[300\] for the end of a text; need one to 3 of its tokens"):
+        written(tokenizer, tmp_path / "model.gguf", end_tokens=(300,))
 
 
 # Damaged and hostile files

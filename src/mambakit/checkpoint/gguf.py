@@ -255,7 +255,7 @@ def _reader(gguf: Any, path: Path, place: TensorPlace, entry: Entry) -> Callable
             return tensor
         if not (tensor <= 0).all():
             raise CheckpointError(f"{place.name} in {path} has values above zero, which no decay has")
-        return _log_of(-tensor)
+        return _log(-tensor)
 
     return read
 
@@ -266,14 +266,11 @@ def _exp(logs: Tensor) -> Tensor:
         return torch.from_numpy(np.exp(logs.double().numpy()).astype(np.float32))
 
 
-def _log_of(values: Tensor) -> Tensor:
-    """The fp32 numbers whose `_exp` these values are. Rounding moves the logarithm by one step at most."""
+def _log(values: Tensor) -> Tensor:
+    """Numbers whose `_exp` these values are, in spite of rounding: a logarithm beyond 1 comes back as it was, since its
+    steps are as large as the error; below 1 they are so small that a neighbour gives the same."""
     with np.errstate(divide="ignore"):  # the logarithm of 0
-        logs = torch.from_numpy(np.log(values.double().numpy()).astype(np.float32))
-    for towards in (math.inf, -math.inf):
-        other = torch.nextafter(logs, torch.full_like(logs, towards))
-        logs = torch.where((_exp(logs) != values) & (_exp(other) == values), other, logs)
-    return logs
+        return torch.from_numpy(np.log(values.double().numpy()).astype(np.float32))
 
 
 def _library() -> Any:

@@ -87,15 +87,12 @@ class _Reader:
         return Header(values, tensors, begin, self.size)
 
     def take(self, num_bytes: int) -> bytes:
-        self.check_room(num_bytes)
-        return self.file.read(num_bytes)
-
-    def check_room(self, num_bytes: int) -> None:
         here = self.file.tell()
         if num_bytes > self.size - here:
             raise self.damaged("an end before all its parts: it is cut short")
         if here + num_bytes > LARGEST_HEADER:
             raise self.damaged(f"settings of more than {LARGEST_HEADER} bytes")
+        return self.file.read(num_bytes)
 
     def scalar(self, form: str) -> int:
         found: int = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
@@ -105,7 +102,6 @@ class _Reader:
         number = self.scalar("Q")
         if number > most:
             raise self.damaged(f"{number} {what}; need at most {most}")
-        self.check_room(number)  # each of them is a byte or more
         return number
 
     def string(self) -> str:

@@ -122,7 +122,7 @@ def _why_llama_cannot(about: dict[str, Any], tokenizer: Tokenizer, rows: int, en
         return f"llama.cpp does not split text as its pre-tokenizer, {json.dumps(about['pre_tokenizer'])}"
     if vocab_size(tokenizer) > rows:
         return f"it has {vocab_size(tokenizer)} ids, and the embedding {rows} rows"
-    if not 1 <= len(end_tokens) <= len(END_KEYS) or max(end_tokens) >= rows:
+    if not 1 <= len(end_tokens) <= len(END_KEYS) or None in map(tokenizer.id_to_token, end_tokens):
         return f"it has {list(end_tokens)} for the end of a text; need one to {len(END_KEYS)} of its tokens"
     for token in about["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
@@ -160,8 +160,7 @@ def _steps(rule: dict[str, Any] | None) -> Steps:
 
 
 def _merges(about: dict[str, Any]) -> list[tuple[str, str]]:
-    pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in about["model"]["merges"])
-    return [(first, second) for first, second in pairs]
+    return [(first, second) for first, second in about["model"]["merges"]]
 
 
 def from_gguf(values: Mapping[str, Any], rows: int, path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:

@@ -259,7 +259,7 @@ def find(path: Path, *, substitute: bool = True) -> Path:
     if is_gguf(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder or GGUF file; give a run, or the folder with a model's config.json")
+        raise CheckpointError(f"{path} is not a folder or a GGUF file; give a run, or the folder of a model")
     if not (path / "checkpoints").is_dir():
         if not (path / "config.json").exists() or is_begun(path):
             raise CheckpointError(_why_no_model(path))
