@@ -75,7 +75,8 @@ def test_the_figures_are_those_of_each_document_alone(
 ) -> None:
     import mambakit
 
-    monkeypatch.setattr("mambakit.evaluation.baselines.LENGTH", 16)  # documents go on over several batches
+    monkeypatch.setattr("mambakit.evaluation.scoring.CPU_TOKENS", 48)  # documents go on over several batches
+    monkeypatch.setattr("mambakit.evaluation.scoring.WIDTHS", 16)
 
     loaded = mambakit.load(model)
     assert loaded.tokenizer is not None

@@ -64,7 +64,7 @@ DOORS: dict[str, str] = {
     "checkpoint": "config data files model parallel progress",
     "generate": "files model",
     "loaded": "checkpoint generate",
-    "evaluation": "checkpoint data device files generate model progress",
+    "evaluation": "checkpoint config data device files generate model progress",
     "reporting": "config files progress",
     "info": "checkpoint config data files",
     "verify": "checkpoint config data files",
@@ -91,6 +91,8 @@ HOMES = {  # of libraries: the only places that import them
     "wandb": {"training/trackers.py"},
     "trackio": {"training/trackers.py"},
     "peft": {"training/lora.py"},
+    "lm_eval": {"evaluation/harness/"},
+    "jinja2": {"evaluation/harness/"},
 }
 WITHOUT_TORCH = (
     "config",
