@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mambakit.checkpoint import huggingface
 from mambakit.cli import main
+from mambakit.cli.commands import evaluate
 from mambakit.evaluation import evaluate_tasks
 from mambakit.evaluation.baselines import open_foreign_with_tokenizer
 from mambakit.evaluation.evaluating import place_and_dtype
@@ -181,6 +185,24 @@ def test_several_models_and_a_baseline_stand_in_one_table(
     assert len(found["results"]) == 3 * 4 and {result["samples"] for result in found["results"]} == {8}
 
 
+def test_the_examples_of_the_help_with_task_files_run(
+    finished: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With questions of ours in the task files that they name, and in the example of examples/."""
+    commands = re.findall(r"^ *mambakit (evaluate run .*my-tasks.*)$", inspect.getdoc(evaluate) or "", re.M)
+    assert len(commands) == 2
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.copytree(folder / "tasks", tmp_path / "my-tasks")
+    (tmp_path / "my-tasks/mine.yaml").write_text(CHOICES.replace("choices", "mine", 1))
+    lambada = Path(__file__).parents[1] / "examples/tasks/lambada.yaml"
+    shutil.copy(lambada, tmp_path / "my-tasks")
+    shutil.copy(folder / "tasks/questions.jsonl", tmp_path / "my-tasks/lambada_test.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert main(command.split()) == 0
+    assert len((tmp_path / "run/evaluations.jsonl").read_text().splitlines()) == 2
+
+
 def test_examples_stand_before_the_questions(folder: Path) -> None:
     name = str(folder / "tasks/choices.yaml")
     none, two = (evaluate_tasks(folder / "mamba2", name, num_fewshot=n, device="cpu").results[0] for n in (0, 2))
@@ -195,8 +217,6 @@ def test_a_group_of_local_tasks(folder: Path) -> None:
 
 
 def test_the_table_is_kept_in_the_run_and_drawn(finished: Path, folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     from mambakit.reporting import report
 
     run = tmp_path / "run"

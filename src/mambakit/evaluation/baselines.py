@@ -24,7 +24,7 @@ from ..device import autocast
 from ..files import UserError, pip_command
 from ..model import MambaLM
 from ..progress import progress
-from .scoring import ModelResult, Score, numbers, score, shape_of_batches, tokens_at_once, without_padding
+from .scoring import ModelResult, Score, score, shape_of_batches, tokens_at_once, total, without_padding
 from .text import EvaluatedText, check_ids, encode_again
 
 BASELINE_CONTEXT = 2048  # of a foreign model that does not say its own
@@ -243,4 +243,4 @@ def _evaluate_foreign(
                 loss = torch.nn.functional.cross_entropy(logits[0].float(), tokens[0, 1:], reduction="none")
                 losses.append(loss.where(is_target.to(device), 0).sum())
                 advance(tokens.shape[1] - 1)
-    return text.result(name, Score(sum(numbers(losses), 0.0), targets), context)
+    return text.result(name, Score(total(losses), targets), context)

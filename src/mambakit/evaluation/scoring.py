@@ -68,12 +68,20 @@ def score(
             after_batch(num_targets)
     finally:
         model.train(was_training)
-    return Score(sum(numbers(losses), 0.0), int(sum(numbers(targets))))
+    return Score(total(losses), int(total(targets)))
 
 
 def numbers(scalars: list[Tensor]) -> list[float]:
     """The values of scalars on a device."""
     return torch.stack(scalars).tolist() if scalars else []  # sync point
+
+
+def total(scalars: list[Tensor]) -> float:
+    """Their sum, in fp64 and in their order; Python's own sum has other bits from version to version."""
+    found = 0.0
+    for value in numbers(scalars):
+        found += value
+    return found
 
 
 def tokens_at_once(model: MambaLM, dtype: torch.dtype) -> int:
