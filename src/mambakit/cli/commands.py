@@ -220,7 +220,7 @@ def evaluate(
     batch_rows: Annotated[int, arg(help="most documents read side by side")] = 8,
     text_column: TextColumn = None,
     separator: Separator = None,
-    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], flag(metavar="NAME")] = "auto",
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     device: Device = "auto",
     json: Json = False,
 ) -> int:
