@@ -188,7 +188,8 @@ def _tasks(evaluation: Mapping[str, Any]) -> str:
     rows = []
     for (task, metric), by_model in lines.items():
         one = next(iter(by_model.values()))
-        better = {True: " ↑", False: " ↓"}.get(one.get("higher_is_better"), "")  # type: ignore[arg-type]
+        is_higher = one.get("higher_is_better")
+        better = " ↑" if is_higher is True else " ↓" if is_higher is False else ""
         counts = (_result(one.get(key)) for key in ("num_fewshot", "samples"))
         rows.append(
             [escape(task), *counts, escape(metric + better), *(_with_error(by_model.get(name, {})) for name in models)]
