@@ -1,5 +1,6 @@
 # make test       what a change must pass, in a virtualenv of its own, on the wheel a user would install
 # make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
+# make test-lm-eval  tasks of lm-evaluation-harness, which it installs: some 300 MB more
 # make test-distributed  models and runs on two and four ranks
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
 # make test-llamacpp  GGUF files in llama.cpp itself, whose library comes from npm; NEOX=FILE adds GPT-NeoX's tokenizer.json
@@ -27,13 +28,17 @@ DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tes
 SLURM := tests/slurm
 LLAMACPP := tests/llamacpp
 
-.PHONY: test test-long test-distributed test-slurm test-llamacpp campaign signals faults cold-caches demo lint bench clean
+.PHONY: test test-long test-lm-eval test-distributed test-slurm test-llamacpp campaign signals faults cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP))
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
+
+test-lm-eval: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[eval]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet tests/test_harness.py
 
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet $(DISTRIBUTED)

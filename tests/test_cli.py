@@ -118,6 +118,8 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
         for script in tmp_path.glob("runs/*.sbatch.sh"):
             script.unlink()
         words = shlex.split(re.sub(r"--train\.steps \d+", "--train.steps 3", command))[1:]
+        if "--tasks" in words:  # in test_harness.py; most have their data on Hugging Face
+            continue
         if words[0] == "prepare" and "--tokenizer" not in words:
             words += ["--tokenizer", "train:300"]
         if words[0] == "prepare" and (tmp_path / "shards").exists():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import small_model
+from helpers import needs_linux, peak_bytes, small_model
 from runs import WORDS, make_corpus, make_shards
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -75,7 +75,8 @@ def test_the_figures_are_those_of_each_document_alone(
 ) -> None:
     import mambakit
 
-    monkeypatch.setattr("mambakit.evaluation.baselines.LENGTH", 16)  # documents go on over several batches
+    monkeypatch.setattr("mambakit.evaluation.scoring.CPU_TOKENS", 48)  # documents go on over several batches
+    monkeypatch.setattr("mambakit.evaluation.scoring.WIDTHS", 16)
 
     loaded = mambakit.load(model)
     assert loaded.tokenizer is not None
@@ -94,6 +95,69 @@ def test_the_figures_are_those_of_each_document_alone(
         assert result.bits_per_byte == pytest.approx(whole / math.log(2) / num_bytes, rel=1e-5)
         assert result.word_perplexity == pytest.approx(math.exp(whole / num_words), rel=1e-4)
     assert found[0].loss != found[1].loss
+
+
+@pytest.mark.parametrize("tokens_at_once", [64, 640, 8192])
+def test_a_long_document_beside_short_ones_is_read_in_pieces(
+    model: Path, tokens_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mambakit.evaluation.scoring.CPU_TOKENS", tokens_at_once)
+    loaded = load(model)
+    assert loaded.tokenizer is not None
+    given = [" ".join(WORDS * 40), *WORDS, "x", " ".join(WORDS * 3)]
+    _records(tmp_path / "texts.jsonl", [{"text": text} for text in given])
+    tokens = [[*loaded.tokenizer.encode(text).ids, 0] for text in given]
+    assert len(tokens[0]) > 640 and len(tokens[0]) % 64, "the long one has several pieces, and ends inside one"
+    found = evaluate(model, tmp_path / "texts.jsonl", device="cpu").results[0]
+    nats = sum(loss_alone(loaded.model, part) for part in tokens)
+    assert found.targets == sum(len(part) - 1 for part in tokens)
+    assert found.loss == pytest.approx(nats / found.targets, rel=1e-5)
+
+
+def test_the_shape_of_batches_follows_the_documents() -> None:
+    from mambakit.evaluation.scoring import shape_of_batches
+
+    def shape(*lengths: int) -> tuple[int, int]:
+        return shape_of_batches([(0, length) for length in lengths], 8, 8192)
+
+    assert shape(100_000) == (1, 8192)
+    assert shape(100_000, 10, 10, 10) == (1, 8192), "one row would read while the others wait"
+    assert shape(*[500] * 100) == (8, 1024)
+    assert shape(*[500] * 3) == (3, 2688)
+
+
+def test_bf16_is_near_and_no_other_name_is_taken(model: Path, shards: Path) -> None:
+    wide, narrow = (evaluate(model, shards, precision=name, device="cpu").results[0] for name in ("fp32", "bf16"))
+    assert narrow.bits_per_byte != wide.bits_per_byte
+    assert narrow.bits_per_byte == pytest.approx(wide.bits_per_byte, rel=1e-2)
+    assert evaluate(model, shards, device="cpu").results[0] == wide
+    for name, message in {"fp16": "precision=fp16 needs a CUDA GPU", "half": "precision='half' does not exist"}.items():
+        with pytest.raises(UserError, match=message):
+            evaluate(model, shards, precision=name, device="cpu")
+
+
+_PEAK = """
+from contextlib import ExitStack
+from pathlib import Path
+from tokenizers import Tokenizer
+from mambakit import MambaLM, ModelConfig
+from mambakit.data.shards import TokenStream
+from mambakit.evaluation.baselines import evaluate_model
+from mambakit.evaluation.text import EvaluatedText
+model = MambaLM(ModelConfig(kind="mamba2", d_model=64, num_layers=2, head_dim=32, state_size=16, vocab_size=257))
+folder = Path(argument)
+stream, tokenizer = TokenStream(folder, "train"), Tokenizer.from_file(str(folder / "tokenizer.json"))
+def work(length):
+    evaluate_model("model", model, EvaluatedText(stream, [(0, length)], tokenizer), torch.float32, 8, None)
+"""
+
+
+@needs_linux
+def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("all work and no play makes a dull text. " * 4000)
+    prepare([tmp_path / "long.txt"], tmp_path / "shards", tokenizer="bytes", val_fraction=0.0, workers=1)
+    short, long = (peak_bytes(_PEAK, length, str(tmp_path / "shards")) for length in (8192 * 3, 131072))
+    assert long < short + 2**23, "131,072 tokens at once would take over 30 MB for one tensor alone"
 
 
 def test_text_and_its_shards_give_the_same(model: Path, shards: Path, tmp_path: Path) -> None:

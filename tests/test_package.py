@@ -65,7 +65,7 @@ DOORS: dict[str, str] = {
     "checkpoint": "config data files model ops parallel progress reporting",
     "generate": "files model",
     "loaded": "checkpoint generate",
-    "evaluation": "checkpoint data device files generate model progress",
+    "evaluation": "checkpoint config data device files generate model progress",
     "info": "checkpoint config data files",
     "verify": "checkpoint config data files",
     "planning": "config device model ops parallel presets",
@@ -94,6 +94,8 @@ HOMES = {  # of libraries: the only places that import them
     "trackio": {"training/trackers.py"},
     "peft": {"training/lora.py"},
     "gguf": {"checkpoint/gguf.py"},
+    "lm_eval": {"evaluation/harness/"},
+    "jinja2": {"evaluation/harness/"},
 }
 WITHOUT_TORCH = (
     "config",

@@ -621,6 +621,20 @@ def test_a_history_of_any_kind_is_taken(tmp_path: Path) -> None:
     assert page.row("1")[1] == "one line" and page.row("Device")[0].startswith("7 (a b)then")
 
 
+def test_figures_of_tasks_are_shown_with_their_errors(tmp_path: Path) -> None:
+    figure = {"task": "lambada", "metric": "acc", "num_fewshot": 0, "samples": 5153, "higher_is_better": True}
+    results = [
+        {**figure, "model": "a", "value": 0.25, "stderr": 0.006},
+        {**figure, "model": HOSTILE, "value": 0.5, "stderr": None},
+        {"model": "a", "task": HOSTILE, "metric": "perplexity", "value": "high", "higher_is_better": []},
+    ]
+    told = {"models": ["a", HOSTILE], "tasks": ["lambada"], "limit": 7, "results": results, "time": "now"}
+    page = _page(_write(tmp_path / "run", [_train(1)], evaluations=[told, {"tasks": 3, "models": None, "results": 1}]))
+    for part in ("0.2500 ± 0.0060", "<td>0.5000</td>", "acc ↑", "5,153", "the first 7 questions"):
+        assert part in page.source
+    assert HOSTILE not in page.source
+
+
 def test_samples_of_an_evaluation_are_shown(tmp_path: Path) -> None:
     good = {"checkpoint": "c", "results": [], "samples": [{"prompt": "def ", "text": "f():"}, "odd", {"text": HOSTILE}]}
     page = _page(_write(tmp_path / "run", [_train(1)], evaluations=[good, {"samples": 3}]))

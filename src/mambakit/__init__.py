@@ -1,7 +1,8 @@
 """mambakit trains Mamba language models.
 
 `mambakit.prepare` makes shards of text, and `mambakit.train` a model of shards or text (`training_steps` step by step);
-`evaluate`, `report`, `convert` and `save` are what the commands of these names are: `mambakit --help`.
+`evaluate` (`evaluate_tasks` for its --tasks), `report`, `convert` and `save` are what the commands of these names are:
+`mambakit --help`.
 `mambakit.ModelConfig` describes a model, `mambakit.MambaLM` is one, `mambakit.load` opens a run or a folder with one,
 and `mambakit.ops` has the operators they are made of.
 """
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint import convert, save
     from .config import ConfigError, ModelConfig, RunConfig
     from .data.prepare import documents, prepare
-    from .evaluation import evaluate
+    from .evaluation import evaluate, evaluate_tasks
     from .loaded import load
     from .model import MambaLM, State
     from .reporting import report
@@ -34,6 +35,7 @@ __all__ = [
     "convert",
     "documents",
     "evaluate",
+    "evaluate_tasks",
     "load",
     "ops",
     "prepare",
@@ -48,7 +50,7 @@ _NAMES = {
     "checkpoint": ("convert", "save"),
     "config": ("ConfigError", "ModelConfig", "RunConfig"),
     "data.prepare": ("documents", "prepare"),
-    "evaluation": ("evaluate",),
+    "evaluation": ("evaluate", "evaluate_tasks"),
     "loaded": ("load",),
     "model": ("MambaLM", "State"),
     "reporting": ("report",),

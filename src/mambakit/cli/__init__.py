@@ -28,7 +28,7 @@ FUNCTIONS = (
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
-PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text")
+PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text", "--task-path")
 NAMED = (*PATHS, "--model", "--recipe", "--tokenizer", "--container", "--time", "--mount")
 
 

@@ -23,7 +23,7 @@ from .output import print_json, print_line, write
 if TYPE_CHECKING:
     from ..bench import ReportPart
     from ..data.shards import Index
-    from ..evaluation import Evaluation
+    from ..evaluation import Evaluation, TaskEvaluation
 
 # tyro keeps the line breaks of a docstring, so the longest help texts are here.
 PART_HELP = (
@@ -218,44 +218,118 @@ def _write_config(target: Path, layers: list[Mapping[str, Any]], init_from: Path
 
 
 def evaluate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[Positional[tuple[Path, ...]], flag(metavar="CHECKPOINT|RUN")],
     /,
-    data: Annotated[Words, UseAppendAction, flag(metavar="PATH")],
+    data: Annotated[Words, UseAppendAction, flag(metavar="PATH")] = (),
+    tasks: Annotated[Words, UseAppendAction, flag(metavar="NAME[,NAME]")] = (),
+    task_path: Annotated[Words, UseAppendAction, flag("folders of task files; --tasks finds theirs", "FOLDER")] = (),
+    limit: Annotated[int | None, flag("of each task the first N questions alone, for a quick look", "N")] = None,
+    num_fewshot: Annotated[int | None, flag("examples before each question; the task's own unless set", "N")] = None,
     split: Annotated[Literal["val", "train"], arg(help="of a folder of shards")] = "val",
     window: Annotated[int | None, flag("also with documents cut to this many tokens of context", "INT")] = None,
     baseline: Annotated[Words, UseAppendAction, flag(metavar="MODEL")] = (),
     samples: Annotated[int, arg(help="texts to write from the beginnings of documents")] = 0,
     max_tokens: Annotated[int | None, flag(metavar="INT")] = None,
-    batch_rows: Annotated[int, arg(help="documents read side by side")] = 8,
+    batch_rows: Annotated[int, arg(help="most documents read side by side")] = 8,
     text_column: TextColumn = None,
     separator: Separator = None,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     device: Device = "auto",
     json: Json = False,
 ) -> int:
-    """Measure how well a model predicts a text: loss, perplexity per token and word, bits per byte.
+    """Measure a model: how well it predicts a text (--data), or how well it answers tasks (--tasks).
 
-    Documents are read whole, with the state carried through them. The result is kept in the run for its report.
+    Of a text: loss, perplexity per token and word, bits per byte. Documents are read whole, with the state carried
+    through them. Of tasks: what lm-evaluation-harness measures, with standard errors (pip install 'mambakit[eval]').
+    Several models stand in one table. The result is kept in the run for its report.
 
     For example:
       mambakit evaluate run --data shards
       mambakit evaluate run --data shards --baseline gzip --samples 2
       mambakit evaluate run --data letters/ --window 512 --json
+      mambakit evaluate run --tasks lambada_openai,hellaswag,piqa,arc_easy
+      mambakit evaluate run other-run --tasks lambada_openai --baseline EleutherAI/pythia-160m --limit 500
+      mambakit evaluate run --tasks my-tasks/lambada.yaml
+      mambakit evaluate run --tasks mine --task-path my-tasks/ --num-fewshot 2
 
     Args:
+      checkpoint: model folders, or runs, of which the best checkpoint is taken; several are put side by side
       data: a folder of shards, files and folders of text, or files of tokens (.bin, .npy)
-      baseline: put beside it, on the same bytes: gzip, a model folder, a Hugging Face name
+      tasks: tasks of lm-evaluation-harness by name, or task files (.yaml) by path
+      baseline: put beside it: a model folder, a Hugging Face name; for a text also gzip. A text has the same bytes
       max_tokens: evaluate on so many tokens: documents at even distances, of which the last may be cut
+      precision: of matrix products. auto: bf16 or fp16 on a GPU, fp32 on a CPU
     """
+    if not checkpoint:
+        raise UserError("there is no model; name a run or a model folder")
+    sources, names, others = flags.flat(data), flags.flat(tasks), flags.flat(baseline)
+    place: dict[str, Any] = {"device": device, "precision": precision}
+    if tasks:
+        of_text: dict[str, Any] = {
+            "--data": sources,
+            "--window": window,
+            "--samples": samples,
+            "--max-tokens": max_tokens,
+        }
+        of_text |= {"--text-column": text_column, "--separator": separator}
+        for name, value in of_text.items():
+            if value:
+                raise UserError(f"{name} is for texts, and --tasks for tasks; give one of the two at a time")
+        from ..evaluation import evaluate_tasks
+
+        extent: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "task_paths": flags.flat(task_path)}
+        answers = evaluate_tasks(checkpoint, names, baselines=others, **extent, **place)
+        if json:
+            print_json(answers.to_json())
+        else:
+            _print_tasks(answers)
+        return 0
+    for name, given in {"--limit": limit, "--num-fewshot": num_fewshot, "--task-path": task_path or None}.items():
+        if given is not None:
+            raise UserError(f"{name} is for tasks; name them with --tasks")
     from ..evaluation import evaluate as run
 
     text: dict[str, Any] = {"text_column": _with_newlines(text_column), "separator": separator, "split": split}
-    extent: dict[str, Any] = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows}
-    found = run(checkpoint, flags.flat(data), baselines=flags.flat(baseline), device=device, **text, **extent)
+    extent = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows}
+    found = run(checkpoint[0], sources, baselines=[*map(str, checkpoint[1:]), *others], **place, **text, **extent)
     if json:
         print_json(found.to_json())
     else:
         _print_evaluation(found)
     return 0
+
+
+def _print_tasks(found: TaskEvaluation) -> None:
+    """A line for each figure, a column for each model."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..progress import for_stdout
+
+    table = Table("task", "examples", "questions", "metric")
+    for model in found.models:
+        table.add_column(Text(for_stdout(model)), justify="right")
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for result in found.results:
+        lines.setdefault((result.task, result.metric), {})[result.model] = result
+    for (task, metric), by_model in lines.items():
+        one = next(iter(by_model.values()))
+        better = {True: " ↑", False: " ↓", None: ""}[one.higher_is_better]
+        table.add_row(
+            Text(for_stdout(task)),
+            "–" if one.num_fewshot is None else str(one.num_fewshot),
+            "–" if one.samples is None else f"{one.samples:,}",
+            Text(for_stdout(metric + better)),
+            *(_with_error(by_model.get(model)) for model in found.models),
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _with_error(result: Any) -> str:
+    if result is None or result.value is None:
+        return "–"
+    return f"{result.value:,.4g}" + (f" ± {result.stderr:.2g}" if result.stderr is not None else "")
 
 
 def _print_evaluation(found: Evaluation) -> None:

@@ -25,10 +25,9 @@ from ..device import autocast
 from ..files import UserError, pip_command
 from ..model import MambaLM
 from ..progress import progress
-from .scoring import ModelResult, Score, score
+from .scoring import ModelResult, Score, score, shape_of_batches, tokens_at_once, total, without_padding
 from .text import EvaluatedText, check_ids, encode_again
 
-LENGTH = 1024  # of a batch
 BASELINE_CONTEXT = 2048  # of a foreign model that does not say its own
 GZIP = "gzip"
 
@@ -36,9 +35,10 @@ GZIP = "gzip"
 def evaluate_model(
     name: str, model: MambaLM, text: EvaluatedText, dtype: torch.dtype, rows: int, window: int | None
 ) -> ModelResult:
+    shape = shape_of_batches(text.ranges, rows, tokens_at_once(model, dtype))
     with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
-        batches = lanes(text.stream, text.ranges, rows, LENGTH, window)
-        found = score(model, batches, dtype=dtype, after_batch=advance)
+        batches = lanes(text.stream, text.ranges, *shape, window)
+        found = score(model, without_padding(batches), dtype=dtype, after_batch=advance)
     return text.result(name, found, window)
 
 
@@ -202,6 +202,23 @@ def _open_foreign(name: str, folder: Path) -> Any:
     return model
 
 
+def open_foreign_with_tokenizer(name: str, folder: Path) -> tuple[Any, Any]:
+    """A model that is not a Mamba, and its tokenizer, as transformers has them."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    model = _open_foreign(name, folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of many kinds, where tokenizer.json is all there is
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))  # type: ignore[no-untyped-call]
+    end = model.config.eos_token_id
+    if tokenizer.eos_token_id is None and end is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end[0] if isinstance(end, list) else end)
+    if tokenizer.eos_token_id is None:
+        raise CheckpointError(f"the baseline {name} names no eos_token, which stands before texts without a context")
+    return model, tokenizer
+
+
 def _evaluate_foreign(
     name: str, folder: Path, text: EvaluatedText, device: torch.device, dtype: torch.dtype, window: int | None
 ) -> ModelResult:
@@ -212,17 +229,17 @@ def _evaluate_foreign(
     context = min(
         window or BASELINE_CONTEXT, getattr(model.config, "max_position_embeddings", None) or BASELINE_CONTEXT
     )
-    loss_sum, targets = 0.0, 0
+    losses, targets = [], 0
     with progress(f"evaluating {name}", text.num_tokens, "tokens") as advance:
         for begin, end in text.ranges:
             for at in range(begin, end - 1, context):
                 packed = text.stream.read(at, min(end, at + context + 1))
                 tokens = torch.from_numpy(text.stream.layout.tokens(packed).astype("int64")).to(device)[None]
-                is_target = torch.from_numpy(text.stream.layout.is_target(packed)).to(device)[1:]
+                is_target = torch.from_numpy(text.stream.layout.is_target(packed))[1:]
+                targets += int(is_target.sum())
                 with torch.inference_mode(), autocast(device, dtype):
                     logits = model(input_ids=tokens[:, :-1]).logits
                 loss = torch.nn.functional.cross_entropy(logits[0].float(), tokens[0, 1:], reduction="none")
-                loss_sum += float(loss[is_target].sum())
-                targets += int(is_target.sum())
+                losses.append(loss.where(is_target.to(device), 0).sum())
                 advance(tokens.shape[1] - 1)
-    return text.result(name, Score(loss_sum, targets), context)
+    return text.result(name, Score(total(losses), targets), context)

@@ -10,23 +10,24 @@ Where parts of a text are not learned (prompts, what a user says), all figures a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..checkpoint import CheckpointError, load, native
 from ..data import datasets
 from ..data.shards import SPLITS, is_shards
-from ..device import choose_device, choose_dtype
+from ..device import DTYPES, choose_device, choose_dtype
 from ..files import UserError, path_of, paths_of
 from ..generate import generate_text, whole_texts
 from ..model import MambaLM
 from ..progress import say
 from .baselines import evaluate_baseline, evaluate_model, in_tokens_of, open_baseline
+from .keeping import keep_in_run
 from .scoring import ModelResult
 from .text import EvaluatedText, Sources, check_ids, open_text
 
@@ -75,8 +76,7 @@ def evaluate(
     model, data = path_of(model), paths_of(data)
     baselines = paths_of(baselines)
     _check_arguments(data, split, window, samples, max_tokens, batch_rows)
-    place = choose_device(device)
-    dtype = choose_dtype(precision, place)
+    place, dtype = place_and_dtype(device, precision)
     opened = [open_baseline(name) for name in baselines]
     folder = native.find(model)
     loaded = load(folder)
@@ -99,11 +99,18 @@ def evaluate(
     found = Evaluation(
         str(folder), sources.names, split if is_shards(Path(data[0])) else ALL, max_tokens, results, written
     )
-    try:
-        keep_in_run(model, found)
-    except OSError as error:
-        say(f"the evaluation could not be noted in {model}: {error.strerror}")
+    keep_in_run(model, found)
     return found
+
+
+def place_and_dtype(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
+    """Where to compute, and the dtype of matrix products there."""
+    place = choose_device(device)
+    if precision not in ("auto", *DTYPES):
+        raise UserError(f"precision={precision!r} does not exist; choose one of auto, {', '.join(DTYPES)}")
+    if precision == "fp16" and place.type != "cuda":
+        raise UserError(f"precision=fp16 needs a CUDA GPU, but the device is {place.type}; use fp32 or bf16")
+    return place, choose_dtype(precision, place)
 
 
 def _check_arguments(
@@ -127,22 +134,6 @@ def _check_arguments(
     }
     if wrong := [problem for problem, is_wrong in problems.items() if is_wrong]:
         raise UserError("; ".join(wrong))
-
-
-def keep_in_run(model: Path, evaluation: Evaluation) -> None:
-    """Note an evaluation of a run, or of its checkpoint, in the run for its report. Other folders stay as they are."""
-    above = model.absolute().parent.parent
-    if model.absolute() in native.checkpoints(above):
-        run = above
-    elif (model / "checkpoints").is_dir():
-        run = model
-    else:
-        return
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    path = run / "evaluations.jsonl"
-    was_cut = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a process that was killed
-    with path.open("a", encoding="utf-8") as file:
-        file.write(("\n" if was_cut else "") + json.dumps({"time": now, **evaluation.to_json()}) + "\n")
 
 
 def _samples(model: MambaLM, text: EvaluatedText, end_tokens: Sequence[int], count: int) -> list[dict[str, str]]:

@@ -19,9 +19,9 @@ from ..data.shards import TokenStream
 from ..device import autocast
 from ..files import UserError
 from ..model import MambaLM
+from .scoring import numbers, tokens_at_once
 
 FIRST_BIN = 64  # positions of the first bin
-PIECE_TOKENS = 8192  # of all rows, computed at once
 MOST_ROWS = 64
 
 
@@ -69,24 +69,30 @@ def loss_by_position(
     device, layout, edges = model.device, stream.layout, bin_edges(length)
     was_training = model.training
     model.eval()
-    losses = torch.zeros(len(edges) - 1, dtype=torch.float64)
-    targets = torch.zeros_like(losses)
+    bins: list[int] = []  # of each piece
+    losses: list[torch.Tensor] = []
+    targets = [0] * (len(edges) - 1)
+    piece = max(1, tokens_at_once(model, dtype) // len(starts))
     state = None
     try:
         for number, (begin, end) in enumerate(pairwise(edges)):
-            piece = max(1, PIECE_TOKENS // len(starts))
             for first in range(begin, end, piece):
                 last = min(end, first + piece)
                 packed = np.stack([stream.read(start + first, start + last + 1) for start in starts])
                 tokens = torch.from_numpy(layout.tokens(packed).astype(np.int64)).to(device)
-                counts = torch.from_numpy((layout.is_target(packed) & ~layout.starts(packed))[:, 1:]).to(device)
+                counts = torch.from_numpy((layout.is_target(packed) & ~layout.starts(packed))[:, 1:])
+                targets[number] += int(counts.sum())
                 with torch.inference_mode(), autocast(device, dtype):
-                    output = model(tokens[:, :-1], state=state, targets=tokens[:, 1:], loss_mask=counts)
+                    output = model(tokens[:, :-1], state=state, targets=tokens[:, 1:], loss_mask=counts.to(device))
+                assert output.loss_sum is not None
                 state = output.state
-                losses[number] += float(output.loss_sum)  # sync point
-                targets[number] += int(output.num_targets)
+                bins.append(number)
+                losses.append(output.loss_sum)
                 after_piece(len(starts) * (last - first))
     finally:
         model.train(was_training)
-    found = zip(pairwise(edges), targets.tolist(), losses.tolist(), strict=True)
-    return [Bin(*edge, int(count), loss / max(1, count)) for edge, count, loss in found]
+    sums = [0.0] * len(targets)
+    for number, loss in zip(bins, numbers(losses), strict=True):
+        sums[number] += loss
+    found = zip(pairwise(edges), targets, sums, strict=True)
+    return [Bin(*edge, count, loss / max(1, count)) for edge, count, loss in found]

@@ -159,9 +159,14 @@ def evaluations(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         for evaluation in run.evaluations:
             about = [run.name] if len(runs) > 1 else []
-            about += [_words(evaluation.get(key)) for key in ("checkpoint", "data", "split", "time")]
+            keys = ("models", "time") if "tasks" in evaluation else ("checkpoint", "data", "split", "time")
+            about += [_words(evaluation.get(key)) for key in keys]
             if evaluation.get("max_tokens"):
                 about.append(f"{_result(evaluation['max_tokens'])} tokens of it")
+            if "tasks" in evaluation:
+                about.append(f"the first {_result(evaluation['limit'])} questions" if evaluation.get("limit") else "")
+                parts.append(f'<p class="note">{escape(" · ".join(filter(None, about)))}</p>{_tasks(evaluation)}')
+                continue
             rows = [
                 [_result(result.get("model")), _context(result), *(_result(result.get(key)) for key in RESULT_KEYS)]
                 for result in _dicts(evaluation.get("results"))
@@ -171,6 +176,34 @@ def evaluations(runs: Sequence[RunRecord]) -> str:
             if texts:
                 parts.append(f"<details><summary>Samples ({len(texts)})</summary>{''.join(texts)}</details>")
     return "<h2>Evaluations</h2>" + "".join(parts) if parts else ""
+
+
+def _tasks(evaluation: Mapping[str, Any]) -> str:
+    """Figures of tasks, a line for each of them and a column for each model, with standard errors."""
+    models = [str(model) for model in _list(evaluation.get("models"))]
+    lines: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for result in _dicts(evaluation.get("results")):
+        key = str(result.get("task")), str(result.get("metric"))
+        lines.setdefault(key, {})[str(result.get("model"))] = result
+    rows = []
+    for (task, metric), by_model in lines.items():
+        one = next(iter(by_model.values()))
+        is_higher = one.get("higher_is_better")
+        better = " ↑" if is_higher is True else " ↓" if is_higher is False else ""
+        counts = (_result(one.get(key)) for key in ("num_fewshot", "samples"))
+        rows.append(
+            [escape(task), *counts, escape(metric + better), *(_with_error(by_model.get(name, {})) for name in models)]
+        )
+    return table(["task", "examples", "questions", "metric", *map(escape, models)], rows)
+
+
+def _with_error(result: Mapping[str, Any]) -> str:
+    error = number(result.get("stderr"))
+    return _result(result.get("value")) + ("" if math.isnan(error) else f" ± {decimal(error)}")
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:
