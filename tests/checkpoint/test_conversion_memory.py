@@ -9,7 +9,7 @@ from helpers import needs_linux, peak_bytes
 
 # Mapped files are opened anew after 16 MiB, as they are after 256 MiB for models of gigabytes.
 CONVERT = """
-import os, shutil
+import shutil
 from pathlib import Path
 import mambakit
 from mambakit import MambaLM, ModelConfig
@@ -18,6 +18,7 @@ from mambakit.checkpoint.formats import FORMATS
 from mambakit.checkpoint.opened import OpenModel, StoredTensor, WriteOptions
 files.MAPPED_BYTES = 16 * 2**20
 root, to = argument.split(";")
+options = {"tp": 8} if to == "split" else {"shard_size": "10MB"} if to == "huggingface" else {}
 
 def work(size):
     config = ModelConfig(kind="mamba2", d_model=512, num_layers=size, vocab_size=2048, num_groups=2)
@@ -26,7 +27,7 @@ def work(size):
     weights = {n: StoredTensor(s, torch.float32, lambda s=s: torch.randn(s)) for n, s in shapes.items()}
     shutil.rmtree(root, ignore_errors=True)
     FORMATS["native"].write(OpenModel(config, weights), Path(root, "native"), WriteOptions())
-    mambakit.convert(Path(root, "native"), Path(root, "other"), to)
+    mambakit.convert(Path(root, "native"), Path(root, "other"), to, **options)
     mambakit.convert(Path(root, "other"), Path(root, "back"), "native")
 
 plain = work

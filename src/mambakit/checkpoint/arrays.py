@@ -47,8 +47,6 @@ def write_safetensors(model: OpenModel, folder: Path, options: WriteOptions) -> 
 
 def write_npz(model: OpenModel, folder: Path, options: WriteOptions) -> None:
     """As np.savez writes it, array by array."""
-    if torch.bfloat16 in {tensor.dtype for tensor in model.weights.values()}:
-        raise CheckpointError("NumPy has no bfloat16; add --dtype fp32, or --dtype fp16")
     with new_folder(folder, CheckpointError) as beside:
         _about(model, options, "npz").write_into(beside)
         with zipfile.ZipFile(beside / NPZ, "w") as archive:

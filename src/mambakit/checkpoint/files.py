@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-MAPPED_BYTES = 256 * 2**20  # of a file, before it is mapped anew
+MAPPED_BYTES = 256 * 2**20  # that are read before files are mapped anew
 
 
 class CheckpointError(files.UserError):
@@ -39,32 +39,41 @@ def read_json(path: Path) -> dict[str, Any]:
 def stored_weights(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder, which are mapped, not read: of safetensors where there are any, else of PyTorch's .bin.
     Finds files that are missing or cut short."""
-    return {name: tensor for path in _weight_files(folder) for name, tensor in stored_tensors(path).items()}
+    return {name: tensor for file in stored_files(_weight_files(folder)) for name, tensor in file.items()}
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file."""
-    file = _WeightFile(path)
-    return {
-        name: StoredTensor(tuple(tensor.shape), tensor.dtype, functools.partial(file.read, name))
-        for name, tensor in file.mapped.items()
-    }
+def stored_files(paths: Sequence[Path]) -> list[dict[str, StoredTensor]]:
+    """The tensors of each file, where the files are those of one model."""
+    files = _MappedFiles(paths)
+    return [
+        {
+            name: StoredTensor(tuple(tensor.shape), tensor.dtype, functools.partial(files.read, path, name))
+            for name, tensor in files.tensors(path).items()
+        }
+        for path in paths
+    ]
 
 
-class _WeightFile:
-    """A mapped file. What was read of it counts as memory of the process until the mapping ends, so that it is opened
-    anew from time to time."""
+class _MappedFiles:
+    """The files of a model. What was read of them counts as memory of the process until their mapping ends, so that
+    they are opened anew from time to time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.mapped = path, read_weight_file(path)
-        # A .bin of the old kind is no archive; it cannot be mapped, and is in memory.
-        self._is_mapped = path.suffix == ".safetensors" or zipfile.is_zipfile(path)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        # A .bin of the old kind is no archive: it cannot be mapped, and is in memory.
+        self._whole = {path for path in paths if path.suffix == ".bin" and not zipfile.is_zipfile(path)}
+        self._opened: dict[Path, dict[str, Tensor]] = {}
         self._read_bytes = 0
 
-    def read(self, name: str) -> Tensor:
-        if self._is_mapped and self._read_bytes > MAPPED_BYTES:
-            self.mapped, self._read_bytes = read_weight_file(self.path), 0
-        tensor = self.mapped[name]
+    def tensors(self, path: Path) -> dict[str, Tensor]:
+        if path not in self._opened:
+            self._opened[path] = read_weight_file(path)
+        return self._opened[path]
+
+    def read(self, path: Path, name: str) -> Tensor:
+        if self._read_bytes > MAPPED_BYTES:
+            self._opened = {path: tensors for path, tensors in self._opened.items() if path in self._whole}
+            self._read_bytes = 0
+        tensor = self.tensors(path)[name]
         self._read_bytes += tensor.numel() * tensor.element_size()
         return tensor
 

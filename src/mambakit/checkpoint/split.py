@@ -26,7 +26,7 @@ from .files import (
     read_end_tokens,
     read_json,
     read_tokenizer,
-    stored_tensors,
+    stored_files,
     tokenizer_files,
 )
 from .huggingface import config_from_settings, config_to_huggingface, our_name
@@ -122,7 +122,8 @@ def open_model(folder: Path) -> OpenModel:
         raise CheckpointError(f"config.json in {folder} has tensor_parallel_size={ranks!r} for a {config.kind}")
     if problems := sharing_problems(config, ranks):
         raise CheckpointError(f"config.json in {folder} cannot be: {'; '.join(problems)}")
-    parts = [_joined(stored_tensors(folder / file_of(rank, ranks)), folder) for rank in range(ranks)]
+    files = stored_files([folder / file_of(rank, ranks) for rank in range(ranks)])
+    parts = [_joined(file, folder) for file in files]
     if len({frozenset(part) for part in parts}) > 1:
         raise CheckpointError(f"the ranks in {folder} do not hold parts of the same weights")
     weights = {
