@@ -212,6 +212,70 @@ def test_with_too_little_memory_training_waits_and_says_so_once(
     assert not list(verify(tmp_path / "run"))
 
 
+@pytest.fixture
+def files() -> Contents:
+    return Contents({}, {}, {"model": {"a": torch.arange(1000.0)}, "train/state.safetensors": {"b": torch.ones(())}})
+
+
+def saver_that_says(said: list[str]) -> Saver:
+    return Saver(True, torch.device("cpu"), World(), said.append)
+
+
+@pytest.mark.parametrize(("share", "is_enough"), [(1.5, False), (2.5, True)])
+def test_memory_must_have_room_for_the_files_too(
+    share: float, is_enough: bool, files: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy, and as much again for the pages of files on their way to the disk."""
+    said: list[str] = []
+    saver = saver_that_says(said)
+    monkeypatch.setattr(saver_module, "free_memory", lambda: round(share * 4004))
+    assert saver.begin(Progress(), files, lambda copies: tmp_path) == is_enough
+    assert len(said) == (not is_enough)
+    saver.close()
+
+
+def test_memory_that_ends_while_it_is_copied_makes_training_wait(
+    files: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    said: list[str] = []
+    saver = saver_that_says(said)
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "take", full)
+        assert not saver.begin(Progress(), files, lambda copies: tmp_path)
+    assert "training waits while checkpoints are written" in said[0]
+    assert saver.begin(Progress(), files, lambda copies: tmp_path), "there may be memory the next time"
+    assert saver.finish() == (Progress(), tmp_path)
+
+
+def test_the_next_checkpoint_waits_until_old_ones_are_deleted(
+    files: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, is_free, removed = tmp_path / "old", threading.Event(), []
+    rmtree = saver_module.shutil.rmtree
+
+    def slow(folder: Path, **options: Any) -> None:
+        is_free.wait(60)
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(saver_module.shutil, "rmtree", slow)
+    old.mkdir()
+    saver = saver_that_says([])
+    saver.delete([old])
+    assert old.exists(), "training goes on meanwhile"
+    threading.Timer(0.3, is_free.set).start()
+
+    def write(copies: Contents) -> Path:
+        removed.append(not old.exists())
+        return tmp_path
+
+    assert saver.begin(Progress(), files, write)
+    saver.finish()
+    assert removed == [True]
+
+
 def test_buffers_are_used_again(shards: Path) -> None:
     snapshot, tensors = Snapshot(torch.device("cpu")), {"a": torch.arange(5.0), "b": torch.ones(())}
     files = Contents({}, {}, {"model": tensors, "state": {"c": torch.zeros(2, 3)}})
@@ -223,6 +287,9 @@ def test_buffers_are_used_again(shards: Path) -> None:
     second = snapshot.take(files, "state")
     assert second.tensors["model"]["a"] is first.tensors["model"]["a"]
     assert list(second.tensors) == ["model", "state"]
+    tensors["a"], tensors["b"] = torch.arange(3.0), torch.ones((), dtype=torch.float64)
+    third = snapshot.take(files, "state").tensors["model"]
+    assert third["a"].shape == (3,) and third["b"].dtype == torch.float64, "of another shape, or of another dtype"
 
 
 @pytest.mark.gpu

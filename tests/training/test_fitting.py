@@ -53,6 +53,27 @@ def test_a_run_goes_on_with_smaller_micro_batches(
     assert json.loads((tmp_path / "small/config.json").read_text())["train"]["micro_batch_rows"] == 2
 
 
+def test_a_step_that_runs_out_of_memory_half_way_begins_anew(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first pass has drawn random numbers and left gradients; the same bits as where the first pass did not fit."""
+    values = settings(shards, train={"micro_batch_rows": 4, "eval_every": 0}, track={"sample_every": 0})
+    for calls in (10, 11):  # two passes a step: in the first or the second of step 6
+        with monkeypatch.context() as patch:
+            with_room_for(2, "none", patch, from_call=calls)
+            train(values, out=tmp_path / str(calls), quiet=True)
+    assert metrics(tmp_path / "10") == metrics(tmp_path / "11")
+    assert state_bytes(tmp_path / "10", 12) == state_bytes(tmp_path / "11", 12)
+
+
+def test_an_odd_number_of_rows_is_halved_to_the_larger_half(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with_room_for(2, "none", monkeypatch)
+    train(settings(shards, train={"micro_batch_rows": 3, "steps": 2}), out=tmp_path / "run")
+    assert "3 rows at once was too much for the memory of cpu; from now on 2 rows at once" in capfd.readouterr().err
+
+
 def test_a_resumed_run_keeps_what_was_chosen(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from mambakit.files import RunError
 from mambakit.training import loop as loop_module
 from mambakit.training.guard import Guard, Judged
 from mambakit.training.rollback import merged
-from mambakit.training.run import train
+from mambakit.training.run import train, training_steps
 from mambakit.verify import verify
 
 SEED = 22  # of the order of rows: the poisoned ones are read in steps 46 and 84
@@ -68,7 +68,8 @@ class NotFinite:
 
         def accumulate(run: Any, *arguments: Any) -> Any:
             loss, states = original(run, *arguments)
-            if run.progress.next_row in rows:
+            loader, next_row = run.data.loader, run.progress.next_row
+            if (loader.rows(next_row)[0] if loader else next_row) in rows:
                 self.seen += 1
                 for parameter in run.model.parameters():
                     parameter.grad.fill_(math.nan)
@@ -295,6 +296,32 @@ def test_carried_states_begin_anew_after_rows_that_are_left_out(
     train(values, out=tmp_path / "run", resume=True)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert state_bytes(tmp_path / "run", 20) == state_bytes(tmp_path / "whole", 20)
+
+
+def test_rows_that_the_good_weights_have_seen_are_not_left_out(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before the bad one was evaluated, so its update is good."""
+    NotFinite(monkeypatch, 6)
+    values = {**settings(shards, train={"eval_every": 5}, checkpoint={"every": 5}), "guard": {"bad_steps": 1}}
+    train(values, out=tmp_path / "run")
+    [record] = [record for record in metrics(tmp_path / "run") if record["type"] == "rollback"]
+    assert (record["step"], record["rows"]) == (5, [40, 48])
+
+
+def test_a_best_checkpoint_that_is_set_aside_is_the_best_no_more(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was evaluated between bad steps."""
+    NotFinite(monkeypatch, 6, 7, 8)
+    values = {**settings(shards, train={"eval_every": 7}, checkpoint={"every": 3}), "guard": {"bad_steps": 3}}
+    for record in training_steps(values, out=tmp_path / "run"):
+        if record["type"] == "rollback":
+            assert record["step"] == 3 and (tmp_path / "run/set-aside/001/step_00000007").is_dir()
+            assert native.best_step(tmp_path / "run") is None
+            break
+    else:
+        raise AssertionError("it has not gone back")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -22,7 +22,7 @@ from mambakit.data.shards import TokenStream
 from mambakit.evaluation import positions
 from mambakit.evaluation.positions import bin_edges, loss_by_position, starts_in
 from mambakit.files import UserError
-from mambakit.training.lengthen import lengthen
+from mambakit.training.lengthen import _batch_tokens, lengthen
 from mambakit.training.run import train
 from mambakit.training.stopping import Stopper
 
@@ -118,6 +118,13 @@ def test_the_run_carries_states_and_both_measurements_are_kept(finished: Path, t
     assert [each["targets"] for each in written["before"]] == [each["targets"] for each in written["after"]]
     again = lengthen(finished, 300, out=tmp_path / "long", layers=FEW)  # complete: it is measured again, and the same
     assert again.after == found.after
+
+
+def test_a_batch_has_so_few_rows_that_each_can_read_on() -> None:
+    """For 1,024 tokens, of 3,000: two of them. With more text, as many as before."""
+    stored = {"train": {"batch_tokens": 8192}}
+    assert _batch_tokens(stored, 128, 1024, 3000) == 2 * 128
+    assert _batch_tokens(stored, 128, 1024, 10**6) == 8192
 
 
 def test_a_stopped_one_goes_on_in_the_same_bits(

@@ -26,7 +26,7 @@ from ..files import pip_command, read_json
 from .recorder import Record
 
 SECONDS_OF_WANDB = 20.0  # to begin, and to upload what is left: it would also hold up the end of the process
-SECONDS_FOR_ARTIFACTS = 580.0  # to upload what is left, if that may be checkpoints
+SECONDS_FOR_ARTIFACTS = 570  # to upload checkpoints before it ends; nobody waits so long after a signal
 Note = dict[str, Any]  # what a tracker keeps for the next time: JSON
 
 
@@ -110,8 +110,7 @@ class WeightsAndBiases:
             project=run.project, name=run.name, id=number, dir=str(run.folder), mode=mode, resume="allow",
             config=run.config.to_json(), allow_val_change=True,
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=SECONDS_OF_WANDB,
-                finish_timeout=SECONDS_FOR_ARTIFACTS if run.config.track.artifacts else SECONDS_OF_WANDB,
+                silent=True, console="off", init_timeout=SECONDS_OF_WANDB, finish_timeout=SECONDS_OF_WANDB
             ),
         )  # fmt: skip
         _keep_last(before, run.folder / "set-aside" / "wandb")
@@ -120,6 +119,7 @@ class WeightsAndBiases:
         self.where = upload if self._run.offline else str(self._run.url)
         self._samples = _Numbers()
         self._checkpoints = LinkedCheckpoints(run.folder, run.step) if run.config.track.artifacts else None
+        self._uploading: list[Any] = []
 
     def write(self, record: Record) -> None:
         step = record["step"]
@@ -137,6 +137,8 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._log_checkpoints()
+        for artifact in self._uploading:
+            artifact.wait(SECONDS_FOR_ARTIFACTS)
         self._run.finish()
 
     def _log_checkpoints(self) -> None:
@@ -154,6 +156,7 @@ class WeightsAndBiases:
                 artifact.add_file(str(path), path.relative_to(folder).as_posix(), skip_cache=True, policy=policy)
             self._run.log_artifact(artifact, aliases=aliases)
             if not self._run.offline:  # it has copies, until they are uploaded
+                self._uploading.append(artifact)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
