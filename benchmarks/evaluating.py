@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="a small model, and the first 60,000 characters")
+    parser.add_argument("--smoke", action="store_true", help="a small model, and the first 24,000 characters")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device, dtype = place_and_dtype(given.device, given.precision)
@@ -112,7 +112,7 @@ def main() -> None:
     model = MambaLM(config).to(device)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in texts(given.text, given.tokenizer, Path(folder), 60_000 if given.smoke else None).items():
+        for name, text in texts(given.text, given.tokenizer, Path(folder), 24_000 if given.smoke else None).items():
             ways: dict[str, Callable[[], Any]] = {
                 "evaluate": lambda text=text: evaluate_model("model", model, text, dtype, ROWS, None).loss,
                 "before": lambda text=text: before(model, text, dtype).loss,

@@ -1,6 +1,6 @@
 """A task of lm-evaluation-harness by our models, and by its own Hugging Face backend on the same weights.
 
-    python benchmarks/harness.py RUN --task lambada.yaml [--limit 500] [--rounds 3] [--batch-sizes 1,8,16] [--out FILE]
+    python benchmarks/harness.py RUN --tasks lambada.yaml [--limit 500] [--rounds 3] [--batch-sizes 1,8,16] [--out FILE]
 
 RUN is a run, or a model folder that transformers opens. Both answer the same requests in turns; each figure must be the
 same. The time is that of answering: the harness builds questions and figures for both alike. On a CPU, also CPU time.
@@ -49,7 +49,7 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--task", required=True)
+    parser.add_argument("--tasks", required=True, help="task files, or names, with commas between them")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-sizes", default="1,8,16", help="of the other backend")
@@ -66,7 +66,7 @@ def main() -> None:
         other = harness.foreign_model(network, tokenizer, dtype)
         other.batch_size_per_gpu = int(size)
         models[f"transformers, batches of {size}"] = other
-    loaded = harness.load_tasks([given.task], [], None)
+    loaded = harness.load_tasks(given.tasks.split(","), [], None)
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": []} for name in models}
     for _ in range(given.rounds):
         for name, lm in models.items():

@@ -120,10 +120,11 @@ def test_the_shape_of_batches_follows_the_documents() -> None:
     def shape(*lengths: int) -> tuple[int, int]:
         return shape_of_batches([(0, length) for length in lengths], 8, 8192)
 
-    assert shape(100_000) == (1, 8192)
-    assert shape(100_000, 10, 10, 10) == (1, 8192), "one row would read while the others wait"
-    assert shape(*[500] * 100) == (8, 1024)
-    assert shape(*[500] * 3) == (3, 2688)
+    assert shape(100_000) == (1, 7744), "13 pieces of even length"
+    assert shape(100_000, 10, 10, 10) == (1, 7744), "one row would read while the others wait"
+    assert shape(*[500] * 1000) == (8, 1024)
+    assert shape(*[500] * 20) == (8, 640), "two batches of even length"
+    assert shape(*[500] * 3) == (3, 512)
 
 
 def test_bf16_is_near_and_no_other_name_is_taken(model: Path, shards: Path) -> None:

@@ -234,7 +234,7 @@ def test_templates_reach_nothing_but_the_question(folder: Path, tmp_path: Path) 
         folder,
         lambda text: text.replace("{{question}}", "{{question.__class__.__mro__[1].__subclasses__()}}"),
     )
-    with pytest.raises(UserError, match="the tasks cannot be run: .* is unsafe"):
+    with pytest.raises(UserError, match="access to attribute .__class__. of .str. object is unsafe"):
         evaluate_tasks(folder / "mamba2", str(tmp_path / "task.yaml"), device="cpu")
 
 

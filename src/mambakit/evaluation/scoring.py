@@ -94,11 +94,13 @@ def tokens_at_once(model: MambaLM, dtype: torch.dtype) -> int:
 
 
 def shape_of_batches(ranges: list[Range], most_rows: int, batch_tokens: int) -> tuple[int, int]:
-    """(rows, length) of `lanes`, of about `batch_tokens` tokens: one long document gets one long row, many short ones
-    several rows, but never so many that most of them wait for one that reads a long document."""
+    """(rows, length) of `lanes`, of at most about `batch_tokens` tokens: one long document gets one long row, many
+    short ones several rows, but never so many that most of them wait for one that reads a long document. All batches
+    are filled alike, so that the last is not nearly empty."""
     lengths = [end - begin for begin, end in ranges]
     rows = max(1, min(most_rows, sum(lengths) // max(lengths)))
-    return rows, max(WIDTHS, batch_tokens // rows // WIDTHS * WIDTHS)
+    num_batches = -(-sum(lengths) // batch_tokens)
+    return rows, -(-sum(lengths) // (rows * num_batches * WIDTHS)) * WIDTHS
 
 
 def without_padding(batches: Iterable[Batch]) -> Iterator[Batch]:
