@@ -12,7 +12,7 @@ import pytest
 
 from mambakit.config import ConfigError, RunConfig, resolve
 from mambakit.parallel import Mesh
-from mambakit.planning import CARDS, card_bytes, cards, fastest_fit, fit, memory
+from mambakit.planning import CARDS, Gpu, card_bytes, cards, fastest_fit, fit, memory
 
 GIB = 2**30
 # GiB at the peak of `mambakit bench train` on one H200, bf16: benchmarks/records.
@@ -47,6 +47,20 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(
 ) -> None:
     planned = memory(config(model, rows, length), Mesh(), rows, recompute).total / GIB
     assert 0.98 * peak < planned < 1.1 * peak
+
+
+def test_cards_with_less_shared_memory_keep_more_states() -> None:
+    """A state in fp32 for 16 steps of Mamba-1's scan instead of 32; and Mamba-2's scratch of a block is larger."""
+    small, large = (memory(config("mamba-130m"), Mesh(), 8, "light", Gpu(is_roomy=roomy)) for roomy in (False, True))
+    assert small.kept - large.kept == 8 * 2048 * 24 * 1536 * 16 * 4 / 32
+    small, large = (memory(config(), Mesh(), 8, "light", Gpu(is_roomy=roomy)) for roomy in (False, True))
+    assert small.kept == large.kept and small.loss > large.loss
+    planned = cards(config("mamba-130m"))
+    for card in (24, 80):
+        found = planned.fits[card]
+        assert found is not None
+        again = memory(planned.config, Mesh(), found.rows, found.recompute, Gpu(is_roomy=card == 80))
+        assert found.memory == again
 
 
 def test_parts_sum_up_to_the_total() -> None:

@@ -3,7 +3,7 @@
 from .card import CARDS, Fit, card_bytes, fastest_fit, fit
 from .cards import Cards, cards
 from .held import Held, held, largest
-from .memory import Memory, memory
+from .memory import Gpu, Memory, memory
 from .report import Report, report
 from .scaling import LATENCY, Machine, Speed, choice, fastest, measured_rate, speed
 from .traffic import Traffic, traffic
@@ -13,6 +13,7 @@ __all__ = [
     "LATENCY",
     "Cards",
     "Fit",
+    "Gpu",
     "Held",
     "Machine",
     "Memory",

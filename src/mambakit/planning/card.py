@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .. import presets
 from ..config import ConfigError, ModelConfig, Recompute, RunConfig
 from ..parallel import Mesh
-from .memory import NARROW, Memory, memory
+from .memory import ROOMY, Gpu, Memory, memory
 from .scaling import measured_rate
 
 GIB = 2**30
@@ -48,8 +48,8 @@ def card_bytes(gigabytes: float) -> float:
     return gigabytes * GIB - CONTEXT
 
 
-def ways(config: RunConfig, mesh: Mesh, size: int = NARROW) -> Iterator[Fit]:
-    """All micro-batches that the settings allow. `size` is that of a number of an activation."""
+def ways(config: RunConfig, mesh: Mesh, gpu: Gpu = ROOMY) -> Iterator[Fit]:
+    """All micro-batches that the settings allow."""
     train, own_rows = config.train, config.batch_rows // mesh.data_size
     levels: tuple[Recompute, ...] = ("none", "block") if train.compile else tuple(TIMES)
     if train.recompute != "auto":
@@ -69,46 +69,46 @@ def ways(config: RunConfig, mesh: Mesh, size: int = NARROW) -> Iterator[Fit]:
         tokens = own_rows * config.data.sequence_length // mesh.cp
         for level in levels:
             seconds = tokens / rate * TIMES[level] / TIMES["light"] + extra
-            yield Fit(rows, count, level, memory(config, mesh, rows, level, size), tokens / seconds)
+            yield Fit(rows, count, level, memory(config, mesh, rows, level, gpu), tokens / seconds)
         if train.micro_batch_rows is not None:
             return
 
 
-def fastest_fit(config: RunConfig, mesh: Mesh, available: float, size: int = NARROW) -> Fit | None:
+def fastest_fit(config: RunConfig, mesh: Mesh, available: float, gpu: Gpu = ROOMY) -> Fit | None:
     """The fastest way that fits into so many bytes, or about the fastest with fewer passes; None where nothing fits."""
-    fitting = [each for each in ways(config, mesh, size) if each.total <= USABLE * available]
+    fitting = [each for each in ways(config, mesh, gpu) if each.total <= USABLE * available]
     most = max((each.tokens_per_second for each in fitting), default=0.0)
     fast = [each for each in fitting if each.tokens_per_second >= ABOUT_AS_FAST * most]
     return min(fast, key=lambda each: (each.passes, -each.tokens_per_second), default=None)
 
 
-def fit(config: RunConfig, mesh: Mesh, available: float, size: int = NARROW) -> Fit:
+def fit(config: RunConfig, mesh: Mesh, available: float, gpu: Gpu = ROOMY) -> Fit:
     """As `fastest_fit`. Raises ConfigError with the nearest that would fit."""
-    found = fastest_fit(config, mesh, available, size)
+    found = fastest_fit(config, mesh, available, gpu)
     if found is not None:
         return found
-    least = min(ways(config, mesh, size), key=lambda each: each.total)
+    least = min(ways(config, mesh, gpu), key=lambda each: each.total)
     how = f"{least.rows} row{'s' * (least.rows > 1)} at a time with recompute {least.recompute}"
     usable = f"{USABLE * available / GIB:,.1f} GiB can be used"
     raise ConfigError(
         f"this does not fit: {how} takes {least.total / GIB:,.1f} GiB, and {usable}. "
-        f"What would: {'; '.join(_nearest(config, mesh, available, size, least))}"
+        f"What would: {'; '.join(_nearest(config, mesh, available, gpu, least))}"
     )
 
 
-def _nearest(config: RunConfig, mesh: Mesh, available: float, size: int, least: Fit) -> Iterator[str]:
+def _nearest(config: RunConfig, mesh: Mesh, available: float, gpu: Gpu, least: Fit) -> Iterator[str]:
     if config.train.recompute != "auto" or config.train.micro_batch_rows is not None:
         freed = {"recompute": "auto", "micro_batch_rows": None}
         free = config.model_copy(update={"train": config.train.model_copy(update=freed)})
-        if fastest_fit(free, mesh, available, size) is not None:
+        if fastest_fit(free, mesh, available, gpu) is not None:
             yield "without --train.recompute and --train.micro-batch-rows"
     length = config.data.sequence_length
     for shorter in (length // 2**power for power in range(1, length.bit_length())):
         data = config.data.model_copy(update={"sequence_length": shorter})
-        if shorter >= 128 and fastest_fit(config.model_copy(update={"data": data}), mesh, available, size) is not None:
+        if shorter >= 128 and fastest_fit(config.model_copy(update={"data": data}), mesh, available, gpu) is not None:
             yield f"--data.sequence-length {shorter}"
             break
-    smaller = smaller_preset(config, mesh, available, size)
+    smaller = smaller_preset(config, mesh, available, gpu)
     if smaller is not None:
         yield f"--model {smaller}"
     card = next((card for card in CARDS if USABLE * card_bytes(card) >= least.total), None)
@@ -118,7 +118,7 @@ def _nearest(config: RunConfig, mesh: Mesh, available: float, size: int, least: 
         yield "parameters in the CPU's memory (--gpus 1 --parallel.shard full --parallel.offload true), which is slow"
 
 
-def smaller_preset(config: RunConfig, mesh: Mesh, available: float, size: int) -> str | None:
+def smaller_preset(config: RunConfig, mesh: Mesh, available: float, gpu: Gpu) -> str | None:
     """The largest preset of the same kind that fits, with the same vocabulary."""
     model = config.model
     names = [name for name, values in presets.MODELS.items() if values["kind"] == model.kind]
@@ -126,6 +126,6 @@ def smaller_preset(config: RunConfig, mesh: Mesh, available: float, size: int) -
     for name in sorted(names, key=lambda name: -sized[name].num_parameters()):
         if sized[name].num_parameters() < model.num_parameters():
             changed = config.model_copy(update={"model": sized[name]})
-            if fastest_fit(changed, mesh, available, size) is not None:
+            if fastest_fit(changed, mesh, available, gpu) is not None:
                 return name
     return None

@@ -9,9 +9,10 @@ from ..config import RunConfig
 from ..parallel import Mesh
 from .card import CARDS, Fit, card_bytes, fastest_fit, fit
 from .held import FP32
-from .memory import NARROW
+from .memory import NARROW, Gpu
 from .scaling import measured_rate
 
+LARGEST_WITH_LITTLE_ROOM = 48  # GB: of cards as they are sold
 TOKENS_PER_PARAMETER = 20  # of a run whose length is not set
 
 
@@ -67,12 +68,11 @@ def cards(
     tokens = train.steps * train.batch_tokens if train.steps is not None else train.tokens
     if train.epochs is not None and epoch_tokens is not None:
         tokens = round(train.epochs * epoch_tokens)
-    if train.vram_gigabytes is not None:
-        fits: dict[float, Fit | None] = {
-            train.vram_gigabytes: fit(config, mesh, card_bytes(train.vram_gigabytes), size)
-        }
-    else:
-        fits = {card: fastest_fit(config, mesh, card_bytes(card), size) for card in CARDS}
+    fits: dict[float, Fit | None] = {}
+    for card in CARDS if train.vram_gigabytes is None else (train.vram_gigabytes,):
+        gpu = Gpu(size, is_roomy=card > LARGEST_WITH_LITTLE_ROOM)
+        find = fastest_fit if train.vram_gigabytes is None else fit
+        fits[card] = find(config, mesh, card_bytes(card), gpu)
     source = "as given" if rate is not None else measured_rate(config.model)[1]
     length = tokens if tokens is not None else TOKENS_PER_PARAMETER * config.model.num_parameters()
     return Cards(config, length, tokens is not None, rate, source, price, fits)

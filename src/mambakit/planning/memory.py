@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..config import Mamba1Dims, Mamba2Dims, ModelConfig, Recompute, RunConfig
 from ..model.recompute import BLOCKS_FOR_A_SUM
-from ..ops.gpu.sizes import LOGITS_AT_ONCE, LONG_CHUNK, STEPS_FOR_A_STATE
+from ..ops.gpu.device import is_roomy
+from ..ops.gpu.sizes import LOGITS_AT_ONCE, LONG_CHUNK, SHORT_CHUNK, STEPS_FOR_A_STATE, STEPS_WITH_LITTLE_ROOM
 from ..parallel import Mesh
 from .held import FP32, Held, largest
 
@@ -20,6 +23,21 @@ NARROW = 2  # bytes of a number in bf16 or fp16
 MUON_AT_ONCE, MUON_BYTES = 2**25, 16  # numbers that Muon iterates together, and bytes that each takes meanwhile
 WORKSPACE = 100e6  # cuBLAS, and small tensors
 FRAGMENTS = 0.02  # of all, lost between blocks of memory
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the account depends on."""
+
+    size: int = NARROW  # bytes of a number of an activation
+    is_roomy: bool = True  # shared memory as on an A100 or H100; cards up to 48 GB have less, and kernels keep more
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> Gpu:
+        return cls(dtype.itemsize, is_roomy(device))
+
+
+ROOMY = Gpu()
 
 
 @dataclass(frozen=True)
@@ -68,23 +86,24 @@ class Widths:
     passing: float  # gradients and scratch of backward
 
 
-def widths(model: ModelConfig) -> Widths:
+def widths(model: ModelConfig, gpu: Gpu) -> Widths:
     dims = model.dims
     inner, projected = dims.d_inner, sum(dims.segments.values())
     if isinstance(dims, Mamba1Dims):
         selected = dims.dt_rank + 2 * dims.state_size
         made = 2 * inner + selected  # the convolution's output, the scan's, x_proj's
-        states = inner * dims.state_size / STEPS_FOR_A_STATE
+        states = inner * dims.state_size / (STEPS_FOR_A_STATE if gpu.is_roomy else STEPS_WITH_LITTLE_ROOM)
         return Widths(projected, made, inner, states, projected + 3 * inner)
     assert isinstance(dims, Mamba2Dims)
     made = dims.conv_channels + inner
-    scratch = 2 * inner * dims.state_size / LONG_CHUNK + 2 * 12 * dims.num_heads  # two states, and decays in fp32
+    chunk = LONG_CHUNK if gpu.is_roomy else SHORT_CHUNK
+    scratch = 2 * inner * dims.state_size / chunk + 2 * 12 * dims.num_heads  # two states, and decays in fp32
     return Widths(projected, made, inner, 0.0, projected + dims.conv_channels + 2 * inner + scratch)
 
 
-def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, size: int) -> float:
-    """That a block keeps of a token; `size` is that of a number."""
-    found, d = widths(model), model.d_model
+def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, gpu: Gpu) -> float:
+    """That a block keeps of a token."""
+    found, d, size = widths(model, gpu), model.d_model, gpu.size
     wide = FP32 if model.residual_in_fp32 else size
     final = sum(_numbers(shape) for shape in model.dims.state_shapes().values()) * FP32 / length
     if recompute == "block":
@@ -98,17 +117,17 @@ def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, size: int)
     return kept + size * (d + found.again)
 
 
-def memory(config: RunConfig, mesh: Mesh, rows: int, recompute: Recompute, size: int = NARROW) -> Memory:
-    """Of micro-batches of so many rows, where a number of an activation has `size` bytes."""
-    model, every = config.model, config.train.recompute_every
+def memory(config: RunConfig, mesh: Mesh, rows: int, recompute: Recompute, gpu: Gpu = ROOMY) -> Memory:
+    """Of micro-batches of so many rows."""
+    model, every, size = config.model, config.train.recompute_every, gpu.size
     length = config.data.sequence_length // mesh.cp
     tokens, d, vocabulary = rows * length, model.d_model, model.padded_vocab_size
-    most = kept_bytes(model, "none", length, size)
-    own = kept_bytes(model, recompute, length, size)
-    other = kept_bytes(model, "light", length, size)
+    most = kept_bytes(model, "none", length, gpu)
+    own = kept_bytes(model, recompute, length, gpu)
+    other = kept_bytes(model, "light", length, gpu)
     recomputed = -(-model.num_layers // every)
     kept = tokens * (recomputed * own + (model.num_layers - recomputed) * other)
-    found = widths(model)
+    found = widths(model, gpu)
     train = config.train.model_copy(update={"micro_batch_rows": rows})
     held = largest(config.model_copy(update={"train": train}), mesh)
     # The last norm's output and sum, their gradients, and the head's: there from the loss on.

@@ -12,7 +12,7 @@ from ..device import choose_dtype, choose_recompute
 from ..files import is_out_of_memory, replace_json
 from ..parallel import Ranks, World
 from ..parallel.mesh import layout_of
-from ..planning import card_bytes, fit
+from ..planning import Gpu, card_bytes, fit
 from ..planning.memory import stepping_bytes
 from ..progress import say
 from .passes import GraphedPass, Pass, make_pass
@@ -33,8 +33,8 @@ def fitted(config: RunConfig, world: World, device: torch.device) -> RunConfig:
     if device.type != "cuda" or (train.micro_batch_rows is not None and train.recompute != "auto"):
         return config
     mesh = layout_of(config, world.size, world.local_size, is_one=world.is_one)
-    free, size = memory_free(config, device), choose_dtype(train.precision, device).itemsize
-    found = fit(config, mesh, free, size)
+    free, gpu = memory_free(config, device), Gpu.of(device, choose_dtype(train.precision, device))
+    found = fit(config, mesh, free, gpu)
     passes = f"{found.passes} passes a step" if found.passes > 1 else "the whole step in one pass"
     say(
         f"{found.rows} rows at once, {passes}, recompute {found.recompute}: the fastest that fits, with about "

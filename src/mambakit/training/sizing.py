@@ -17,7 +17,7 @@ from ..config import ConfigError, RunConfig, TrainConfig, resolve
 from ..data.shards import Index
 from ..device import choose_recompute
 from ..parallel import Mesh
-from ..planning import largest, memory
+from ..planning import Gpu, largest, memory
 from ..presets import RECIPES
 from ..progress import duration
 
@@ -181,7 +181,7 @@ def cost(
     computing = tokens * config.training_flops() / flops / USUAL_MFU.get(device.type, 0.3)
     recompute = choose_recompute(config.train.recompute, device)
     if device.type == "cuda":
-        taken = memory(config, mesh, config.micro_batch_rows, recompute, dtype.itemsize).total
+        taken = memory(config, mesh, config.micro_batch_rows, recompute, Gpu.of(device, dtype)).total
     else:
         kept = KEPT_BYTES[recompute] * (2 if dtype == torch.float32 else 1)
         held_tokens = config.micro_batch_rows * config.data.sequence_length
