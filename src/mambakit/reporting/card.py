@@ -80,7 +80,9 @@ def _figures(record: RunRecord, step: int) -> Iterator[str]:
     rows["Steps"] = count(step)
     rows["Sequence length"] = _counted(number(_section(record, "data").get("sequence_length")))
     rows["Tokens in a step"] = _counted(number(_section(record, "train").get("batch_tokens")))
-    rows["Peak learning rate"] = f"{number(_section(record, 'optim').get('lr')):g}".replace("nan", DASH)
+    optim = _section(record, "optim")
+    rows["Optimizer"] = {"adamw": "AdamW", "muon": "Muon"}.get(str(optim.get("name", "adamw")), DASH) if optim else DASH
+    rows["Peak learning rate"] = f"{number(optim.get('lr')):g}".replace("nan", DASH)
     rows["Training time"] = _seconds(record, step)
     rows["Trained on"] = ", then ".join(_devices(record)) or DASH
     rows["Validation loss"] = decimal(_at(record.evals, "loss", step))
