@@ -51,7 +51,8 @@ def _piped(*arguments: str) -> str:
 def _seen(*arguments: str, **environment: str) -> str:
     status, seen = on_terminal([*MAMBAKIT, *arguments], **environment)
     assert status == 0, seen
-    return seen.replace("\r\n", "\n")  # the terminal's own
+    seen = seen.replace("\r\n", "\n")  # the terminal's own
+    return seen.removesuffix("\x1b[0m")  # of numba at the end of a process, where colorama is installed too
 
 
 def test_a_program_reads_the_text_as_it_is(model: Path) -> None:
