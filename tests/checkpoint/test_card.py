@@ -14,6 +14,8 @@ import pytest
 import mambakit
 from mambakit.checkpoint import CheckpointError
 from mambakit.cli import main
+from mambakit.evaluation.keeping import keep_in_run
+from mambakit.evaluation.tasks import TaskEvaluation, TaskResult
 
 
 def test_the_card_has_the_figures_of_the_run_and_no_paths(finished: Path, shards: Path, tmp_path: Path) -> None:
@@ -42,6 +44,18 @@ def test_the_card_has_the_figures_of_the_run_and_no_paths(finished: Path, shards
     picture = ElementTree.parse(tmp_path / "model" / "loss.svg").getroot()
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
     assert picture.findall(".//{http://www.w3.org/2000/svg}circle")  # validation
+
+
+def test_the_card_has_the_figures_of_tasks(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    here, other = str(run / "checkpoints/step_00000012"), "/elsewhere/peer"
+    mine = TaskResult(here, "words", "acc", 0.25, 0.125, 0, 100, higher_is_better=True)
+    theirs = TaskResult(other, "words", "perplexity", None, None, None, 100, higher_is_better=False)
+    keep_in_run(run, TaskEvaluation(here, [here, other], ["words"], None, [mine, theirs]))
+    mambakit.convert(run, tmp_path / "model", "huggingface")
+    card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
+    assert "| words | 0 | 100 | acc | this model | 0.2500 ± 0.1250 |" in card
+    assert "| words | – | 100 | perplexity | peer | – |" in card and "None" not in card
 
 
 def test_an_earlier_checkpoint_has_the_figures_of_its_step(finished: Path, tmp_path: Path) -> None:

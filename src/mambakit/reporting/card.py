@@ -110,9 +110,13 @@ def _evaluations(record: RunRecord, checkpoint: str) -> Iterator[str]:
     """What `mambakit evaluate` has measured of this checkpoint."""
     header = ["data", "model", "loss", "perplexity", "bits per byte", "bytes of text"]
     rows: list[list[str]] = []
+    tasks: list[list[str]] = []
     for evaluation in record.evaluations:
         results = evaluation.get("results")
         if _last_name(evaluation.get("checkpoint")) != checkpoint or not isinstance(results, list):
+            continue
+        if "tasks" in evaluation:
+            tasks += _task_rows(evaluation, results)
             continue
         data = evaluation.get("data")
         names = ", ".join(_last_name(path) for path in (data if isinstance(data, list) else [data]))
@@ -123,8 +127,26 @@ def _evaluations(record: RunRecord, checkpoint: str) -> Iterator[str]:
             model = "this model" if is_this else _last_name(result.get("model"))
             figures = [decimal(number(result.get(key))) for key in ("loss", "perplexity", "bits_per_byte")]
             rows.append([names, model, *figures, _counted(number(result.get("bytes")))])
+    if rows or tasks:
+        yield from ("## Evaluation", "")
     if rows:
-        yield from ("## Evaluation", "", *_table(header, rows))
+        yield from _table(header, rows)
+    if tasks:
+        yield from _table(["task", "examples", "questions", "metric", "model", "value"], tasks)
+
+
+def _task_rows(evaluation: Mapping[str, Any], results: Sequence[Any]) -> Iterator[list[str]]:
+    """Figures of lm-evaluation-harness, with standard errors."""
+    for result in (found for found in results if isinstance(found, dict)):
+        is_this = result.get("model") == evaluation.get("checkpoint")
+        error = number(result.get("stderr"))
+        yield [
+            _cell(result.get("task")),
+            *(_counted(number(result.get(key))) for key in ("num_fewshot", "samples")),
+            _cell(result.get("metric")),
+            "this model" if is_this else _last_name(result.get("model")),
+            decimal(number(result.get("value"))) + ("" if math.isnan(error) else f" ± {decimal(error)}"),
+        ]
 
 
 def _at(columns: Columns, key: str, step: int) -> float:
