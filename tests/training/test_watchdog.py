@@ -58,12 +58,12 @@ def test_a_rank_that_waits_for_another_shows_where(shards: Path, tmp_path: Path)
         ranks = {_rank_of(int(child)): int(child) for child in children}
         os.kill(ranks[1], signal.SIGSTOP)
         try:
-            head = next(line for line in process.stderr if "no sign of life" in line)
-            assert "rank 0 on" in head and "in step" in head
-            shown = (next(line for line in process.stderr) for _ in range(200))
+            head = next(line for line in process.stderr if "rank 0 on" in line and "no sign of life" in line)
+            assert "in step" in head
+            shown = (next(line for line in process.stderr) for _ in range(2000))
             assert any("all_reduce" in line for line in shown), "the collective that it waits in"
             written = tmp_path / "run/hang-rank0.txt"  # after stderr, while the other rank still sleeps
-            wait_for(lambda: "all_reduce" in written.read_text())
+            wait_for(lambda: written.exists() and "all_reduce" in written.read_text())
         finally:
             os.kill(ranks[1], signal.SIGCONT)
         process.send_signal(signal.SIGTERM)
