@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mambakit import ops
 from mambakit.config import resolve
-from mambakit.generate import generate_tokens
+from mambakit.decoding import generate_tokens
 from mambakit.parallel import Mesh, Ranks
 from mambakit.planning import memory
 from mambakit.training import passes

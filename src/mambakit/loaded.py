@@ -10,7 +10,7 @@ import torch
 
 from . import checkpoint
 from .checkpoint import CheckpointError, ModelFolder
-from .generate import generate_text, generate_tokens
+from .decoding import generate_text, generate_tokens
 
 
 class LoadedModel(ModelFolder):

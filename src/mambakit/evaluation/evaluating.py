@@ -21,9 +21,9 @@ import torch
 from ..checkpoint import CheckpointError, load, native
 from ..data import datasets
 from ..data.shards import SPLITS, is_shards
+from ..decoding import generate_text, whole_texts
 from ..device import DTYPES, choose_device, choose_dtype
 from ..files import UserError, path_of, paths_of
-from ..generate import generate_text, whole_texts
 from ..model import MambaLM
 from ..progress import say
 from .baselines import evaluate_baseline, evaluate_model, in_tokens_of, open_baseline

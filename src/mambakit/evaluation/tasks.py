@@ -14,8 +14,8 @@ import torch
 
 from ..checkpoint import CheckpointError, load, native
 from ..checkpoint.files import TOKENIZER_CONFIG, read_json
+from ..decoding import whole_texts
 from ..files import UserError, path_of, paths_of, pip_command
-from ..generate import whole_texts
 from ..progress import say
 from .baselines import GZIP, Baseline, open_baseline, open_foreign_with_tokenizer
 from .evaluating import place_and_dtype

@@ -27,10 +27,10 @@ from ..config import RunConfig
 from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
+from ..decoding import generate_text
 from ..device import autocast
 from ..evaluation import Score, score
 from ..files import RunError, UserError, is_out_of_memory, replace_json
-from ..generate import generate_text
 from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
 from ..parallel import Ranks, Sliced, World

@@ -11,7 +11,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tokenizers import Tokenizer
 
-from ...generate import generate_text
+from ...decoding import generate_text
 from ...model import MambaLM
 from ...progress import progress
 from ..continuations import Continuations, Request

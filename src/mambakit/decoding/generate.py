@@ -1,141 +1,23 @@
-"""Text from models: each prompt is read in pieces, then all rows are continued together, a token at a time."""
+"""Tokens and text that follow prompts."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from random import Random
+from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from .files import UserError
-from .model import MambaLM, State
+from ..files import UserError
+from ..model import MambaLM
+from .decoder import Decoder
+from .sampling import Choice, Sampling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Rounds = Generator[dict[int, int], Collection[int], None]
-PREFILL_TOKENS = 2048  # a prompt is read in pieces of this size, so that memory does not grow with it
-
-
-class Decoder:
-    """Rows of text that are continued together: `add` reads prompts, `step` adds a token to each row, `drop` ends some
-    rows. `logits[i]`, (V), are the scores of the next token of row `rows[i]`."""
-
-    def __init__(self, model: MambaLM) -> None:
-        self.model = model
-        self.device = model.device
-        self.rows: list[int] = []
-        self.logits = torch.empty(0, model.config.padded_vocab_size, device=self.device)
-        self._state: State | None = None
-
-    @torch.inference_mode()
-    def add(self, prompts: Mapping[int, Tensor]) -> None:
-        """Read prompts (1, L), by row, each by itself and in pieces."""
-        logits, states = [self.logits][: len(self.rows)], [self._state] if self.rows and self._state else []
-        for prompt in prompts.values():
-            state: State | None = None
-            for piece in prompt.to(self.device).split(PREFILL_TOKENS, dim=1):
-                hidden, state = self.model.backbone(piece, None, state)
-            assert state is not None  # no prompt is empty
-            logits.append(self.model.lm_head(hidden[:, -1]))
-            states.append(state)
-        self.rows += prompts
-        self._set(torch.cat(logits), State.join(states))
-
-    @torch.inference_mode()
-    def step(self, tokens: Sequence[int]) -> None:
-        """Add one token to each row."""
-        assert self._state is not None
-        self._set(*self.model.step(torch.tensor(tokens, device=self.device), self._state))
-
-    @torch.inference_mode()
-    def drop(self, rows: Collection[int]) -> None:
-        """End these rows."""
-        going = [i for i, row in enumerate(self.rows) if row not in rows]
-        if len(going) < len(self.rows) and self._state is not None:
-            self.rows = [self.rows[i] for i in going]
-            self.logits, self._state = self.logits[going], self._state.map(itemgetter(going))
-
-    def _set(self, logits: Tensor, state: State) -> None:
-        _check_finite(self.model, logits)
-        self.logits, self._state = logits, state
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen from its scores.
-
-    temperature 0 takes the likeliest. top_k keeps the k likeliest; top_p the fewest that together have probability p;
-    min_p those with at least p times the likeliest's probability. repetition_penalty above 1 makes seen tokens rarer.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-
-    def check(self) -> Iterator[str]:
-        """What is wrong with it."""
-        top_p, min_p = (1.0 if self.top_p is None else self.top_p), (self.min_p or 0)
-        wrong = {
-            f"temperature={self.temperature}: need a number of at least 0": not self.temperature >= 0,
-            f"top_k={self.top_k}: need at least 1": self.top_k is not None and self.top_k < 1,
-            f"top_p={self.top_p}: need a number above 0 and at most 1": not 0 < top_p <= 1,
-            f"min_p={self.min_p}: need a number from 0 to 1": not 0 <= min_p <= 1,
-            f"repetition_penalty={self.repetition_penalty}: need a number above 0": not self.repetition_penalty > 0,
-        }
-        return (message for message, is_wrong in wrong.items() if is_wrong)
-
-    def choose(self, scores: Tensor, random: torch.Generator) -> int:
-        if self.temperature == 0:
-            return int(scores.argmax())
-        scores = (scores - scores.max()) / self.temperature
-        if self.top_k is not None and self.top_k < scores.shape[0]:
-            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -math.inf)
-        probabilities = scores.softmax(0)
-        if self.min_p is not None:
-            probabilities = probabilities.where(probabilities >= self.min_p * probabilities.max(), 0)
-        if self.top_p is not None:
-            ordered, order = (probabilities / probabilities.sum()).sort(descending=True)
-            beyond = ordered.cumsum(0) - ordered >= self.top_p  # those that come after p is reached; never the first
-            probabilities = probabilities.index_fill(0, order[beyond], 0)
-        return int(torch.multinomial(probabilities, 1, generator=random))
-
-
-class _Row:
-    """One row's choices: its source of random numbers, and which tokens it has seen."""
-
-    def __init__(
-        self, prompt: Sequence[int], number: int, seed: int | None, sampling: Sampling, vocab_size: int,
-        device: torch.device, first_tokens: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        self.sampling, self.first_tokens = sampling, first_tokens
-        self.random = _random(seed, number, device)
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.seen[[token for token in prompt if token < vocab_size]] = True
-
-    @torch.inference_mode()
-    def choose(self, logits: Tensor) -> int:
-        scores = logits[: len(self.seen)].float()
-        penalty = self.sampling.repetition_penalty
-        if penalty != 1.0:
-            damped = torch.where(scores > 0, scores / penalty, scores * penalty)
-            scores = torch.where(self.seen, damped, scores)
-        if self.first_tokens:
-            kept = torch.tensor(self.first_tokens, device=scores.device)
-            scores = torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
-            self.first_tokens = ()
-        token = self.sampling.choose(scores, self.random)
-        if penalty != 1.0:
-            self.seen[token] = True
-        return token
 
 
 def generate_tokens(model: MambaLM, prompt: Sequence[int], **options: Any) -> Iterator[int]:
@@ -243,23 +125,21 @@ def _generate(
     if seed is not None and not 0 <= seed < 2**63:
         raise UserError(f"seed={seed}: need a number from 0 to 2^63 - 1")
     _check(prompts, max_new_tokens, sampling)
-    read = {row: torch.tensor([list(prompt)]) for row, prompt in enumerate(prompts)}
-    for tokens in read.values():
-        model.check_input(tokens, 2)
-    decoder = Decoder(model)
-    rows = [
-        _Row(prompt, row, seed, sampling, model.config.vocab_size, decoder.device, first_tokens.get(row, ()))
-        for row, prompt in enumerate(prompts)
-    ]
+    for prompt in prompts:
+        model.check_input(torch.tensor([list(prompt)]), 2)
+    choices = [Choice(sampling, _seed(seed, row), first_tokens.get(row, ())) for row in range(len(prompts))]
 
     def rounds() -> Rounds:
-        decoder.add(read)
-        for num_left in reversed(range(max_new_tokens)):
-            chosen = {row: rows[row].choose(decoder.logits[i]) for i, row in enumerate(decoder.rows)}
-            decoder.drop((yield chosen))
-            if num_left == 0 or not decoder.rows:
-                return
-            decoder.step([chosen[row] for row in decoder.rows])
+        decoder = Decoder(model, len(prompts))
+        if max_new_tokens > 0:
+            decoder.add(dict(enumerate(zip(decoder.read(prompts), choices, strict=True))))
+        counts = [0] * len(prompts)
+        while decoder.rows:
+            chosen = {row: token.token for row, token in sorted(decoder.step().items())}
+            for row in chosen:
+                counts[row] += 1
+            ended = yield chosen
+            decoder.drop({*ended, *(row for row, count in enumerate(counts) if count == max_new_tokens)})
 
     return rounds()
 
@@ -272,32 +152,11 @@ def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
         return None
 
 
-def _check_finite(model: MambaLM, logits: Tensor) -> None:
-    """Refuse scores that are not finite: argmax would still choose a token."""
-    if torch.isfinite(logits[:, : model.config.vocab_size]).all():  # sync point, as the choice of a token is
-        return
-    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
-    if broken:
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise UserError(
-            f"the weights of this model are not finite (NaN or infinity in {broken[0]}{more}); "
-            "no text can be generated from it: take an earlier checkpoint"
-        )
-    dtype = str(logits.dtype).removeprefix("torch.")
-    advice = "load it in another dtype: load(path, dtype=torch.float32)"
-    if logits.dtype == torch.float32:
-        advice = "it may be damaged; take another copy, or an earlier checkpoint"
-    raise UserError(f"the model's scores of the next token are not finite in {dtype}, though its weights are; {advice}")
-
-
-def _random(seed: int | None, row: int, device: torch.device) -> torch.Generator:
-    """A row's own random generator; row 0 has the seed itself."""
-    random = torch.Generator(device=device)
+def _seed(seed: int | None, row: int) -> int:
+    """A row's own seed; row 0 has the seed itself."""
     if seed is None:
-        random.seed()
-    else:  # not seed + row, which would make row 1 repeat row 0 of the next seed
-        random.manual_seed(seed if row == 0 else Random(f"{seed}, row {row}").getrandbits(63))
-    return random
+        return SystemRandom().getrandbits(63)
+    return seed if row == 0 else Random(f"{seed}, row {row}").getrandbits(63)  # row 1 is not row 0 of the next seed
 
 
 class _Text:

@@ -1,0 +1,37 @@
+"""A decoding step: where the memory of all rows lies, and what computes their next scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..model import MambaLM, State
+from .sampling import Chosen, Needs, Settings, choose
+
+
+class Stepper:
+    """The memory of `capacity` rows, and their last tokens. A step puts the tokens into the memory and chooses the
+    next ones; this one by the model's own operators, which every device has."""
+
+    def __init__(self, model: MambaLM, like: State, capacity: int) -> None:
+        self.model = model
+        self.state = like.map(lambda tensor: tensor.new_zeros(capacity, *tensor.shape[1:]))
+        self.tokens = torch.zeros(capacity, dtype=torch.int64, device=model.device)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.state.tensors(), self.tokens]
+
+    def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
+        """A token for each of the first rows."""
+        before = self.state.map(lambda tensor: tensor[:rows])
+        logits, after = self.model.step(self.tokens[:rows], before)
+        for stored, new in zip(before.tensors(), after.tensors(), strict=True):
+            stored.copy_(new)
+        chosen = choose(logits, settings, needs)
+        self.tokens[:rows] = chosen.tokens
+        return chosen
+
+
+def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
+    """The fastest there is for this model. `like`: a state of one row."""
+    return Stepper(model, like, capacity)
