@@ -15,6 +15,7 @@ from mambakit.checkpoint import CheckpointError
 from mambakit.data.tokenize import bytes_tokenizer, vocab_size
 from mambakit.decoding import Choice, Decoder, Sampling, generate_batch, generate_text, generate_tokens
 from mambakit.decoding.decoder import READ_AT_ONCE
+from mambakit.decoding.stepping import Stepper
 from mambakit.files import UserError
 from mambakit.loaded import LoadedModel
 
@@ -122,13 +123,13 @@ def _batch(model: MambaLM, prompts: list[list[int]], **options: Any) -> list[lis
 def step_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each decoding step served."""
     sizes: list[int] = []
-    step = MambaLM.step
+    step = Stepper.step
 
-    def counted(self: MambaLM, token: torch.Tensor, *args: Any) -> Any:
-        sizes.append(len(token))
-        return step(self, token, *args)
+    def counted(self: Stepper, rows: int, *arguments: Any) -> Any:
+        sizes.append(rows)
+        return step(self, rows, *arguments)
 
-    monkeypatch.setattr(MambaLM, "step", counted)
+    monkeypatch.setattr(Stepper, "step", counted)
     return sizes
 
 

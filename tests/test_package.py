@@ -63,7 +63,7 @@ DOORS: dict[str, str] = {
     "data": "config files progress",
     "reporting": "config files progress",
     "checkpoint": "config data files model ops parallel progress reporting",
-    "decoding": "files model",
+    "decoding": "files model ops",
     "loaded": "checkpoint decoding",
     "evaluation": "checkpoint config data decoding device files model progress",
     "info": "checkpoint config data files",

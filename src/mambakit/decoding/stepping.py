@@ -23,15 +23,24 @@ class Stepper:
 
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
         """A token for each of the first rows."""
+        chosen = choose(self._scores(rows), settings, needs)
+        self.tokens[:rows] = chosen.tokens
+        return chosen
+
+    def _scores(self, rows: int) -> Tensor:
+        """Of the tokens that follow; the memory then holds the last ones."""
         before = self.state.map(lambda tensor: tensor[:rows])
         logits, after = self.model.step(self.tokens[:rows], before)
         for stored, new in zip(before.tensors(), after.tensors(), strict=True):
             stored.copy_(new)
-        chosen = choose(logits, settings, needs)
-        self.tokens[:rows] = chosen.tokens
-        return chosen
+        return logits
 
 
 def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
     """The fastest there is for this model. `like`: a state of one row."""
+    if model.device.type == "cpu":
+        from .cpu import CpuStepper, why_not
+
+        if why_not(model) is None:
+            return CpuStepper(model, like, capacity)
     return Stepper(model, like, capacity)

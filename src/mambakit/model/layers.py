@@ -45,6 +45,7 @@ class Mixer(KeepsFp32):
 
     dims: Any  # a Dims of config/mixers.py
     in_proj: nn.Linear
+    conv1d: nn.Conv1d
     A_log: nn.Parameter
     _mix: Mix
 
@@ -63,7 +64,7 @@ class Mixer(KeepsFp32):
 
     def initial_state(self, batch_size: int) -> LayerState:
         """The memory before any text: zeros."""
-        dtypes = {"conv": self.in_proj.weight.dtype, "ssm": self.A_log.dtype}
+        dtypes = {"conv": self.conv1d.weight.dtype, "ssm": self.A_log.dtype}
         shapes = self.dims.state_shapes()
         return {name: self.A_log.new_zeros(batch_size, *shape, dtype=dtypes[name]) for name, shape in shapes.items()}
 

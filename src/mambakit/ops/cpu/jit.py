@@ -221,6 +221,34 @@ def for_each(work: Callable[[int], None], count: int) -> None:
         raise errors[0]
 
 
+def on_all_threads(work: Callable[[int, int], None]) -> None:
+    """work(thread, number of threads) on each of them at once, so that they may wait for each other."""
+    numbers, errors = itertools.count(), []
+    together = _size_of_team()
+
+    def one() -> None:
+        try:
+            work(next(numbers), together())
+        except BaseException as error:  # as in `for_each`
+            errors.append(error)
+
+    if torch.get_num_threads() <= 1:
+        work(0, 1)
+    else:
+        _team()(one, torch.get_num_threads())
+    if errors:
+        raise errors[0]
+
+
+@functools.cache
+def _size_of_team() -> Callable[[], int]:
+    """How many threads run what `_team` was given, asked by one of them: OpenMP may give fewer than were asked for."""
+    if _team() is _on_pool:
+        return torch.get_num_threads
+    count: Callable[[], int] = ctypes.CDLL(None).omp_get_num_threads
+    return count
+
+
 @functools.cache
 def _team() -> Callable[[Callable[[], None], int], None]:
     """How to run one function on many threads at once: on torch's own OpenMP threads where they are available.
