@@ -1,10 +1,11 @@
 """Text from a model: rows that are continued together, a token at a time."""
 
 from .decoder import Decoder, Memory, Saved, Token
-from .generate import generate_batch, generate_text, generate_tokens, whole_texts
+from .generate import generate_batch, generate_text, generate_tokens
 from .sampling import Choice, Sampling
+from .text import NewText, Prompt, whole_texts
 
 __all__ = [
-    "Choice", "Decoder", "Memory", "Sampling", "Saved", "Token", "generate_batch", "generate_text", "generate_tokens",
-    "whole_texts",
+    "Choice", "Decoder", "Memory", "NewText", "Prompt", "Sampling", "Saved", "Token", "generate_batch",
+    "generate_text", "generate_tokens", "whole_texts",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from ..files import UserError
 from ..model import MambaLM
 from .decoder import Decoder
 from .sampling import Choice, Sampling
+from .text import NewText, Prompt, whole_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,9 +68,6 @@ def generate_text(
     A row ends before an end token, or before the first of `stop_strings` in its text. The pieces of a row together
     are what decoding all its tokens adds to its prompt, without special tokens. An empty prompt starts from the first
     end token. Options as for `generate_batch`; `stop`, when given, takes the place of end_tokens as what ends a text.
-
-    A space at the end of a prompt is a token of its own, but in training text it is part of the word that follows. So
-    it is removed from the prompt, and the first new token must begin with it.
     """
     for name, strings in ("prompts", prompts), ("stop_strings", stop_strings):
         if isinstance(strings, str):
@@ -80,11 +77,10 @@ def generate_text(
             f"stop_strings={list(stop_strings)!r} holds an empty string, which every text has; leave it out"
         )
     tokenizer = whole_texts(tokenizer)
-    tokens = [_encode(tokenizer, prompt, end_tokens) for prompt in prompts]
-    first = {row: allowed for row, prompt in enumerate(tokens) if (allowed := _words_after_space(tokenizer, prompt))}
-    first = {row: [token for token in allowed if token < model.config.vocab_size] for row, allowed in first.items()}
-    texts = [_Text(tokenizer, prompt, stop_strings, row in first) for row, prompt in enumerate(tokens)]
-    tokens = [prompt[:-1] if row in first else prompt for row, prompt in enumerate(tokens)]
+    all_prompts = [Prompt.of(tokenizer, prompt, end_tokens, model.config.vocab_size) for prompt in prompts]
+    texts = [NewText(tokenizer, prompt, stop_strings) for prompt in all_prompts]
+    tokens = [prompt.tokens for prompt in all_prompts]
+    first = {row: prompt.first_tokens for row, prompt in enumerate(all_prompts)}
     stop = _token_ids(options.pop("stop", end_tokens))
     max_new_tokens, seed = options.pop("max_new_tokens", 100), options.pop("seed", None)
     return _pieces(texts, _generate(model, tokens, max_new_tokens, seed, first, options), stop)
@@ -94,26 +90,6 @@ def _token_ids(stop: Sequence[int]) -> frozenset[int]:
     if isinstance(stop, str) or any(isinstance(token, str) for token in stop):
         raise UserError(f"stop={stop!r} holds text, but takes token ids; to end before a text, give it as stop_strings")
     return frozenset(stop)
-
-
-def whole_texts(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer; or a copy without truncation and padding, where its file has them."""
-    if tokenizer.truncation is None and tokenizer.padding is None:
-        return tokenizer
-    whole = type(tokenizer).from_str(tokenizer.to_str())
-    whole.encode_special_tokens = tokenizer.encode_special_tokens  # which is not part of the file
-    whole.no_truncation()
-    whole.no_padding()
-    return whole
-
-
-def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """Tokens that begin with the prompt's last one, where that is white space; none where there is only itself."""
-    if len(prompt) < 2 or not tokenizer.decode(prompt[-1:]).isspace():
-        return []
-    space = str(tokenizer.id_to_token(prompt[-1]))
-    found = [number for token, number in tokenizer.get_vocab().items() if token.startswith(space)]
-    return sorted(found) if len(found) > 1 else []
 
 
 def _generate(
@@ -159,63 +135,7 @@ def _seed(seed: int | None, row: int) -> int:
     return seed if row == 0 else Random(f"{seed}, row {row}").getrandbits(63)  # row 1 is not row 0 of the next seed
 
 
-class _Text:
-    """One row's new text: what later tokens cannot change, up to the first stop string.
-
-    Tokens cannot be decoded one by one: a character's bytes may come in several tokens, and a space may depend on the
-    text before. So each piece is decoded together with the one before it, the first one with the prompt. The library's
-    DecodeStream does not give what it still holds at the end.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop_strings: Sequence[str], repeats: bool) -> None:
-        """`repeats`: the first new token replaces the prompt's last one, and begins with its text."""
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.held = ""  # decoded, but perhaps the beginning of a stop string
-        self.is_stopped = False
-        self._look_back_on(prompt)
-        if repeats:
-            self.tokens.pop()
-            self.num_old -= 1
-
-    def add(self, token: int) -> str:
-        return self._until_stop(self._decode(token))
-
-    def finish(self) -> str:
-        """All that is still held, when no token follows."""
-        text = self._until_stop(self.text[self.num_given :])
-        return text if self.is_stopped else text + self.held
-
-    def _look_back_on(self, tokens: list[int]) -> None:
-        self.tokens, self.num_old = list(tokens), len(tokens)
-        self.text = self.tokenizer.decode(self.tokens)
-        self.num_given = len(self.text)  # characters of it
-
-    def _decode(self, token: int) -> str:
-        self.tokens.append(token)
-        before, self.text = self.text, self.tokenizer.decode(self.tokens)
-        adds_nothing = self.text == before  # a special token
-        # Bytes of their own, like <0x0A>, are decoded together: the next one may change this one's text.
-        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(token) or "")
-        if adds_nothing or self.text.endswith("\ufffd") or is_byte:
-            return ""
-        new = self.text[self.num_given :]
-        self._look_back_on(self.tokens[self.num_old :])
-        return new
-
-    def _until_stop(self, new: str) -> str:
-        text = self.held + new
-        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in self.stop_strings if stop in text]
-        if ends:
-            self.is_stopped = True
-            return text[: min(ends)[1]]  # the first that is complete, so that token borders do not matter
-        longest = min(len(text), max(map(len, self.stop_strings), default=1) - 1)
-        begins = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stop_strings))
-        num_sure = len(text) - next(begins, 0)
-        self.held = text[num_sure:]
-        return text[:num_sure]
-
-
-def _pieces(texts: list[_Text], rounds: Rounds, stop: frozenset[int]) -> Iterator[tuple[int, str]]:
+def _pieces(texts: list[NewText], rounds: Rounds, stop: frozenset[int]) -> Iterator[tuple[int, str]]:
     ended: set[int] = set()
     chosen = next(rounds, None)
     while chosen is not None:
@@ -230,20 +150,6 @@ def _pieces(texts: list[_Text], rounds: Rounds, stop: frozenset[int]) -> Iterato
     for row, text in enumerate(texts):
         if row not in ended and (piece := text.finish()):
             yield row, piece
-
-
-def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> list[int]:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"the prompt {prompt!r} is not UTF-8; give it in UTF-8, as the terminal should be") from None
-    tokens = tokenizer.encode(prompt).ids or (list(end_tokens[:1]) if prompt == "" else [])
-    if not tokens:
-        raise UserError(
-            f"the prompt {prompt!r} has no token to start from; give text that the tokenizer knows, "
-            "or, for an empty prompt, end_tokens"
-        )
-    return tokens
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:
