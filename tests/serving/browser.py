@@ -163,8 +163,8 @@ class Page:
 
     def type(self, selector: str, text: str) -> None:
         """Put this text in place of what a field has."""
-        self.value(f"document.querySelector({json.dumps(selector)}).focus()")
-        self.value(f"document.querySelector({json.dumps(selector)}).select()")
+        field = f"document.querySelector({json.dumps(selector)})"
+        assert self.value(f"{field}.focus(), {field}.select(), {field} === document.activeElement"), f"{selector} is not there"
         self.call("Input.insertText", text=text)
         if not text:
             self.call("Input.dispatchKeyEvent", type="keyDown", key="Delete", code="Delete", windowsVirtualKeyCode=46)
