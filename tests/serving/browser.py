@@ -62,7 +62,7 @@ class Browser:
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = self._pages[session] = Page(self, session, address)
+        page = self._pages[session] = Page(self, session, context, address)
         for domain in ("Page", "Runtime", "Network", "Log"):
             page.call(f"{domain}.enable")
         page.resize(width, height)
@@ -101,8 +101,8 @@ class Browser:
 
 
 class Page:
-    def __init__(self, browser: Browser, session: str, address: str) -> None:
-        self._browser, self._session, self.address = browser, session, address
+    def __init__(self, browser: Browser, session: str, context: str, address: str) -> None:
+        self._browser, self._session, self.context, self.address = browser, session, context, address
         self.requests: list[str] = []
         self.complaints: list[str] = []  # what a developer would see in red
 
@@ -123,6 +123,9 @@ class Page:
         """Load the page, or load it again."""
         self.call("Page.navigate", url=self.address)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def close(self) -> None:
+        self._browser.call("Target.disposeBrowserContext", browserContextId=self.context)
 
     def resize(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)

@@ -1,0 +1,301 @@
+"""The page of `mambakit serve` in headless Chromium, against a real server. make test-page installs Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import wait_for
+
+from .browser import CONTROL, Browser, Page, browser, chromium
+from .served import KEY, served
+
+FIRST, SECOND = ".output:nth-of-type(1)", ".output:nth-of-type(2)"
+PROMPT = "the cat sat on"
+LONGEST = 4096  # new tokens that the server allows: some seconds
+REFUSED = "Failed to load resource: the server responded with a status of"  # said by Chromium itself, of every 4xx
+Opened = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if chromium() is None and "MAMBAKIT_CHROMIUM" not in os.environ:
+        pytest.skip("needs Chromium, which make test-page installs")
+    with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def address(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(finished, tmp_path_factory.mktemp("served"), "--max-new-tokens", str(LONGEST)) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(chrome: Browser, address: str) -> Iterator[Opened]:
+    """Pages that have their models. None may complain, or ask another host for anything."""
+    pages: list[Page] = []
+
+    def open_page(at: str = address, **options: Any) -> Page:
+        pages.append(chrome.open(at, **options))
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        assert [line for line in page.complaints if not line.startswith(REFUSED)] == []
+        assert page.requests and all(request.startswith(page.address) for request in page.requests), page.requests
+        page.close()
+
+
+def with_models(page: Page) -> Page:
+    page.wait("!document.querySelector('select').disabled")
+    return page
+
+
+def set_numbers(page: Page, **numbers: float | str) -> None:
+    for name, value in numbers.items():
+        page.type(f"#{name}", str(value))
+
+
+def is_running(page: Page) -> bool:
+    return bool(page.value("!document.querySelector('#stop').disabled"))
+
+
+def wait_until_done(page: Page) -> None:
+    wait_for(lambda: not is_running(page))
+
+
+def run(page: Page) -> None:
+    page.click("#run")
+    wait_until_done(page)
+
+
+def stat(page: Page, name: str, output: str = FIRST) -> str:
+    return page.text(f"{output} [data-stat={name}]")
+
+
+def new_text(page: Page, output: str = FIRST) -> str:
+    text: str = page.value(f"document.querySelector('{output} .new').textContent")
+    return text
+
+
+def ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        content = response.read().decode()
+    return json.loads(content) if response.headers.get_content_type() == "application/json" else content
+
+
+def model_names(address: str) -> list[str]:
+    return [model["id"] for model in ask(address, "v1/models")["data"]]
+
+
+def completion(address: str, **body: Any) -> str:
+    text: str = ask(address, "v1/completions", body)["choices"][0]["text"]
+    return text
+
+
+def gauge(address: str, name: str) -> float:
+    lines = ask(address, "metrics").splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"mambakit_{name} "))
+
+
+def test_text_appears_while_it_is_generated(opened: Opened, address: str) -> None:
+    page = with_models(opened())
+    page.type("#prompt", PROMPT)
+    set_numbers(page, temperature=0, top_p=1, max_tokens=1000, seed=3)
+    page.value("document.querySelector('#prompt').focus()")
+    page.press("Enter", CONTROL)
+    lengths = []
+    while is_running(page):
+        lengths.append(len(new_text(page)))
+    assert len(set(lengths)) > 5 and lengths == sorted(lengths)
+    assert page.text(f"{FIRST} .given") == PROMPT
+    assert new_text(page) == completion(
+        address, model=model_names(address)[0], prompt=PROMPT, temperature=0, max_tokens=1000, seed=3
+    )
+    assert stat(page, "tokens") == "1000" and stat(page, "finish") == "token limit" and stat(page, "seed") == "3"
+    assert float(stat(page, "rate")) > 0 and stat(page, "first").endswith("s")
+    colors = [page.value(f"getComputedStyle(document.querySelector('{FIRST} {part}')).color") for part in (".given", ".new")]
+    assert colors[0] != colors[1]
+
+
+def test_stop_ends_the_stream_and_frees_the_slot(opened: Opened, address: str) -> None:
+    page = with_models(opened())
+    cancelled = gauge(address, "cancelled_sequences_total")
+    for stop in (lambda: page.click("#stop"), lambda: page.press("Escape")):
+        page.type("#prompt", PROMPT)
+        set_numbers(page, temperature=0, max_tokens=LONGEST)
+        page.click("#run")
+        page.wait(f"document.querySelector('{FIRST} .new').textContent.length > 20")
+        assert gauge(address, "running_sequences") == 1
+        stop()
+        wait_until_done(page)
+        assert stat(page, "finish") == "stopped" and stat(page, "tokens").startswith("≈")
+        wait_for(lambda: gauge(address, "running_sequences") == 0, 5)
+        cancelled += 1
+        assert gauge(address, "cancelled_sequences_total") == cancelled
+    set_numbers(page, max_tokens=5)
+    run(page)
+    assert stat(page, "tokens") == "5"
+
+
+def test_two_checkpoints_beside_each_other(opened: Opened, address: str) -> None:
+    names = model_names(address)
+    page = with_models(opened())
+    assert not page.value(f"document.querySelector('{SECOND}').checkVisibility()")
+    page.click("#compare")
+    chosen = [names[-1], names[1]]
+    for output, name in zip((FIRST, SECOND), chosen, strict=True):
+        page.choose(f"{output} select", name)
+    page.type("#prompt", PROMPT)
+    set_numbers(page, temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, max_tokens=40)
+    run(page)
+    assert stat(page, "seed") == stat(page, "seed", SECOND)
+    asked = {"prompt": PROMPT, "temperature": 1, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
+    texts = [
+        completion(address, model=name, **asked, max_tokens=40, seed=int(stat(page, "seed"))) for name in chosen
+    ]
+    assert [new_text(page), new_text(page, SECOND)] == texts and texts[0] != texts[1]
+    assert _place(page, FIRST)["right"] < _place(page, SECOND)["left"]
+    page.resize(400, 800)
+    assert _place(page, FIRST)["bottom"] < _place(page, SECOND)["top"]
+
+
+def _place(page: Page, selector: str) -> dict[str, float]:
+    place: dict[str, float] = page.value(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
+    return place
+
+
+def test_what_the_server_refuses_is_said_in_its_words(opened: Opened, address: str) -> None:
+    page = with_models(opened())
+    set_numbers(page, max_tokens=LONGEST + 1)
+    run(page)
+    assert str(LONGEST) in page.text(f"{FIRST} .error") and stat(page, "finish") == "error"
+    set_numbers(page, max_tokens=3)
+    run(page)  # an empty prompt starts a new text
+    assert not page.value(f"document.querySelector('{FIRST} .error').checkVisibility()")
+    assert stat(page, "tokens") in ("0", "1", "2", "3")
+
+
+def test_a_number_that_cannot_be_is_not_sent(opened: Opened) -> None:
+    page = with_models(opened(width=400))
+    page.click("summary")
+    set_numbers(page, top_p=1.5)
+    page.click("summary")
+    page.click("#run")
+    assert not is_running(page) and page.value("document.activeElement.id") == "top_p"
+    assert not any("completions" in request for request in page.requests)
+
+
+def test_a_server_that_has_gone_is_said(chrome: Browser, finished: Path, tmp_path: Path) -> None:
+    with served(finished, tmp_path) as address:
+        page = with_models(chrome.open(address))
+    run(page)
+    assert page.text(f"{FIRST} .error") == "The server does not answer. Is it still running?"
+    page.close()
+
+
+def test_markup_is_shown_as_text(opened: Opened) -> None:
+    page = with_models(opened())
+    markup = "<img src=nowhere onerror='document.title = 1'><b>&amp;"
+    page.type("#prompt", markup)
+    set_numbers(page, max_tokens=1)
+    run(page)
+    assert page.text(f"{FIRST} .given") == markup
+    assert page.value(f"document.querySelectorAll('{FIRST} .text *').length") == 3
+
+
+def test_prompt_and_settings_survive_a_reload(opened: Opened) -> None:
+    page = with_models(opened())
+    page.type("#prompt", "line one\nline two")
+    set_numbers(page, temperature=1.3, max_tokens=7, seed=11)
+    page.value("document.querySelector('#top_k + input').focus()")
+    for _ in range(3):
+        page.press("ArrowRight")  # the slider
+    page.click("#compare")
+    last = page.value("document.querySelector('select').lastElementChild.value")
+    page.choose(f"{SECOND} select", last)
+    page.load()
+    with_models(page)
+    values = page.value("[...document.querySelectorAll('#prompt, [type=number]')].map(field => field.value)")
+    assert values == ["line one\nline two", "1.3", "0.95", "3", "0", "1", "7", "11"]
+    assert page.value("document.querySelector('#top_k + input').value") == "3"
+    assert page.value("document.querySelector('#compare').checked")
+    assert page.value(f"document.querySelector('{SECOND} select').value") == last
+    page.click("#reset")
+    assert page.value("document.querySelector('#temperature').value") == "0.8"
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, finished: Path, tmp_path: Path) -> None:
+    with served(finished, tmp_path, api_key=KEY) as address:
+        page = opened(address)
+        page.wait("document.querySelector('#key').checkVisibility()")
+        assert page.text("#server") == "This server asks for an API key."
+        page.type("#key", "wrong")
+        page.press("Enter")
+        page.wait("document.querySelector('#server').textContent === 'The server does not accept this API key.'")
+        page.type("#key", KEY)
+        page.press("Enter")
+        with_models(page)
+        assert not page.value("document.querySelector('#key').checkVisibility()")
+        set_numbers(page, max_tokens=2)
+        run(page)
+        assert stat(page, "tokens") in ("0", "1", "2")
+        page.load()
+        with_models(page)
+        assert KEY not in page.value("JSON.stringify(localStorage) + document.cookie")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_narrow_window_is_never_scrolled_sideways(opened: Opened, dark: bool) -> None:
+    page = with_models(opened(width=360, height=640, dark=dark))
+    assert not page.value("document.querySelector('#settings').open")
+    page.click("summary")
+    set_numbers(page, max_tokens=200, temperature=2)
+    page.click("#compare")
+    page.type("#prompt", "endless" * 60)
+    run(page)
+    assert len(new_text(page, SECOND)) > 20
+    assert page.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    outside = """[...document.querySelectorAll('body *')].filter(part => part.checkVisibility() && part.id !== 'announce')
+        .filter(part => part.getBoundingClientRect().right > document.documentElement.clientWidth).map(part => part.outerHTML)"""
+    assert page.value(outside) == []
+
+
+def test_everything_can_be_reached_by_keyboard_and_has_a_name(opened: Opened) -> None:
+    page = with_models(opened())
+    page.click("#compare")
+    page.type("#prompt", PROMPT)
+    set_numbers(page, max_tokens=2)
+    run(page)
+    page.value("document.querySelector('#prompt').focus()")
+    reached = []
+    for _ in range(40):
+        page.press("Tab")
+        reached.append(page.value("[document.activeElement.tagName, document.activeElement.id, document.activeElement.type]"))
+    controls = page.value("""[...document.querySelectorAll('button, input, select, textarea, summary, .text')]
+        .filter(part => part.checkVisibility() && !part.disabled).map(part => [part.tagName, part.id, part.type])""")
+    assert [part for part in controls if part not in reached and part[1] != "prompt"] == []
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    named = {"button", "slider", "spinbutton", "combobox", "textbox", "switch", "region", "article"}
+    found = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
+    found = [(role, name) for role, name in found if role in named]
+    assert {role for role, _ in found} == named and all(name for _, name in found), found
+
+
+def test_copy_takes_prompt_and_new_text(opened: Opened, chrome: Browser) -> None:
+    page = with_models(opened())
+    page.type("#prompt", PROMPT)
+    set_numbers(page, max_tokens=8)
+    run(page)
+    chrome.call("Browser.grantPermissions", permissions=["clipboardReadWrite"], browserContextId=page.context)
+    page.click(f"{FIRST} .copy")
+    page.wait(f"document.querySelector('{FIRST} .copy').textContent === 'Copied'")
+    assert page.value("navigator.clipboard.readText()") == PROMPT + new_text(page)
