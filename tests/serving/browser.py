@@ -37,7 +37,15 @@ def browser(folder: Path) -> Iterator[Browser]:
     program = chromium()
     assert program is not None, "Chromium is not installed; make test-page installs Debian's"
     # Chromium reads commands from descriptor 3 and writes to 4.
-    command = ["sh", "-c", 'exec "$@" 3<&0 4>&1 </dev/null >&2', "sh", program, *OPTIONS, f"--user-data-dir={folder}/profile"]
+    command = [
+        "sh",
+        "-c",
+        'exec "$@" 3<&0 4>&1 </dev/null >&2',
+        "sh",
+        program,
+        *OPTIONS,
+        f"--user-data-dir={folder}/profile",
+    ]
     with (folder / "chromium.log").open("w") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True
@@ -167,7 +175,9 @@ class Page:
     def type(self, selector: str, text: str) -> None:
         """Put this text in place of what a field has."""
         field = f"document.querySelector({json.dumps(selector)})"
-        assert self.value(f"{field}.focus(), {field}.select(), {field} === document.activeElement"), f"{selector} is not there"
+        assert self.value(f"{field}.focus(), {field}.select(), {field} === document.activeElement"), (
+            f"{selector} is not there"
+        )
         self.call("Input.insertText", text=text)
         if not text:
             self.call("Input.dispatchKeyEvent", type="keyDown", key="Delete", code="Delete", windowsVirtualKeyCode=46)

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import wait_for
+from runs import settings, wait_for
+
+from mambakit.training.run import train
 
 from .browser import CONTROL, Browser, Page, browser, chromium
-from .served import KEY, served
+from .served import served
 
 FIRST, SECOND = ".output:nth-of-type(1)", ".output:nth-of-type(2)"
+KEY = "open sesame"
 PROMPT = "the cat sat on"
 LONGEST = 4096  # new tokens that the server allows: some seconds
 REFUSED = "Failed to load resource: the server responded with a status of"  # said by Chromium itself, of every 4xx
@@ -31,8 +34,16 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def address(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(finished, tmp_path_factory.mktemp("served"), "--max-new-tokens", str(LONGEST)) as found:
+def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two checkpoints that say different things."""
+    folder = tmp_path_factory.mktemp("trained") / "cats"
+    train(settings(shards, train={"steps": 40, "eval_every": 0}, checkpoint={"every": 20}), out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(trained, tmp_path_factory.mktemp("served"), "--max-new-tokens", str(LONGEST)) as found:
         yield found
 
 
@@ -122,7 +133,9 @@ def test_text_appears_while_it_is_generated(opened: Opened, address: str) -> Non
     )
     assert stat(page, "tokens") == "1000" and stat(page, "finish") == "token limit" and stat(page, "seed") == "3"
     assert float(stat(page, "rate")) > 0 and stat(page, "first").endswith("s")
-    colors = [page.value(f"getComputedStyle(document.querySelector('{FIRST} {part}')).color") for part in (".given", ".new")]
+    colors = [
+        page.value(f"getComputedStyle(document.querySelector('{FIRST} {part}')).color") for part in (".given", ".new")
+    ]
     assert colors[0] != colors[1]
 
 
@@ -148,20 +161,21 @@ def test_stop_ends_the_stream_and_frees_the_slot(opened: Opened, address: str) -
 
 def test_two_checkpoints_beside_each_other(opened: Opened, address: str) -> None:
     names = model_names(address)
+    assert names == ["cats", "cats/step_00000040", "cats/step_00000020"]
     page = with_models(opened())
     assert not page.value(f"document.querySelector('{SECOND}').checkVisibility()")
     page.click("#compare")
-    chosen = [names[-1], names[1]]
-    for output, name in zip((FIRST, SECOND), chosen, strict=True):
-        page.choose(f"{output} select", name)
+    chosen = names[1:]
+    page.choose(f"{FIRST} select", chosen[0])
+    assert page.value(f"document.querySelector('{SECOND} select').value") == chosen[1]
     page.type("#prompt", PROMPT)
     set_numbers(page, temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, max_tokens=40)
     run(page)
-    assert stat(page, "seed") == stat(page, "seed", SECOND)
+    assert stat(page, "seed") == stat(page, "seed", SECOND) and stat(page, "seed").isdigit()
+    set_numbers(page, seed=7)
+    run(page)
     asked = {"prompt": PROMPT, "temperature": 1, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
-    texts = [
-        completion(address, model=name, **asked, max_tokens=40, seed=int(stat(page, "seed"))) for name in chosen
-    ]
+    texts = [completion(address, model=name, **asked, max_tokens=40, seed=7) for name in chosen]
     assert [new_text(page), new_text(page, SECOND)] == texts and texts[0] != texts[1]
     assert _place(page, FIRST)["right"] < _place(page, SECOND)["left"]
     page.resize(400, 800)
@@ -194,8 +208,8 @@ def test_a_number_that_cannot_be_is_not_sent(opened: Opened) -> None:
     assert not any("completions" in request for request in page.requests)
 
 
-def test_a_server_that_has_gone_is_said(chrome: Browser, finished: Path, tmp_path: Path) -> None:
-    with served(finished, tmp_path) as address:
+def test_a_server_that_has_gone_is_said(chrome: Browser, trained: Path, tmp_path: Path) -> None:
+    with served(trained, tmp_path) as address:
         page = with_models(chrome.open(address))
     run(page)
     assert page.text(f"{FIRST} .error") == "The server does not answer. Is it still running?"
@@ -220,21 +234,20 @@ def test_prompt_and_settings_survive_a_reload(opened: Opened) -> None:
     for _ in range(3):
         page.press("ArrowRight")  # the slider
     page.click("#compare")
-    last = page.value("document.querySelector('select').lastElementChild.value")
-    page.choose(f"{SECOND} select", last)
+    page.choose(f"{SECOND} select", "cats/step_00000040")
     page.load()
     with_models(page)
     values = page.value("[...document.querySelectorAll('#prompt, [type=number]')].map(field => field.value)")
     assert values == ["line one\nline two", "1.3", "0.95", "3", "0", "1", "7", "11"]
     assert page.value("document.querySelector('#top_k + input').value") == "3"
     assert page.value("document.querySelector('#compare').checked")
-    assert page.value(f"document.querySelector('{SECOND} select').value") == last
+    assert page.value(f"document.querySelector('{SECOND} select').value") == "cats/step_00000040"
     page.click("#reset")
     assert page.value("document.querySelector('#temperature').value") == "0.8"
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, finished: Path, tmp_path: Path) -> None:
-    with served(finished, tmp_path, api_key=KEY) as address:
+def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, trained: Path, tmp_path: Path) -> None:
+    with served(trained, tmp_path, MAMBAKIT_API_KEY=KEY) as address:
         page = opened(address)
         page.wait("document.querySelector('#key').checkVisibility()")
         assert page.text("#server") == "This server asks for an API key."
@@ -258,7 +271,7 @@ def test_a_narrow_window_is_never_scrolled_sideways(opened: Opened, dark: bool) 
     page = with_models(opened(width=360, height=640, dark=dark))
     assert not page.value("document.querySelector('#settings').open")
     page.click("summary")
-    set_numbers(page, max_tokens=200, temperature=2)
+    set_numbers(page, max_tokens=200, temperature=0)
     page.click("#compare")
     page.type("#prompt", "endless" * 60)
     run(page)
@@ -279,7 +292,9 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name(opened: Opened) ->
     reached = []
     for _ in range(40):
         page.press("Tab")
-        reached.append(page.value("[document.activeElement.tagName, document.activeElement.id, document.activeElement.type]"))
+        reached.append(
+            page.value("[document.activeElement.tagName, document.activeElement.id, document.activeElement.type]")
+        )
     controls = page.value("""[...document.querySelectorAll('button, input, select, textarea, summary, .text')]
         .filter(part => part.checkVisibility() && !part.disabled).map(part => [part.tagName, part.id, part.type])""")
     assert [part for part in controls if part not in reached and part[1] != "prompt"] == []
