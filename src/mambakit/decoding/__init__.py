@@ -3,9 +3,10 @@
 from .decoder import Decoder, Memory, Saved, Token
 from .generate import generate_batch, generate_text, generate_tokens
 from .sampling import Choice, Sampling
+from .saving import read_row, write_row
 from .text import NewText, Prompt, whole_texts
 
 __all__ = [
     "Choice", "Decoder", "Memory", "NewText", "Prompt", "Sampling", "Saved", "Token", "generate_batch",
-    "generate_text", "generate_tokens", "whole_texts",
+    "generate_text", "generate_tokens", "read_row", "whole_texts", "write_row",
 ]  # fmt: skip
