@@ -177,14 +177,10 @@ def test_two_checkpoints_beside_each_other(opened: Opened, address: str) -> None
     asked = {"prompt": PROMPT, "temperature": 1, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
     texts = [completion(address, model=name, **asked, max_tokens=40, seed=7) for name in chosen]
     assert [new_text(page), new_text(page, SECOND)] == texts and texts[0] != texts[1]
-    assert _place(page, FIRST)["right"] < _place(page, SECOND)["left"]
+    places = "[first, second] = [...document.querySelectorAll('.output')].map(part => part.getBoundingClientRect())"
+    assert page.value(f"{places}, first.right < second.left && first.top === second.top")
     page.resize(400, 800)
-    assert _place(page, FIRST)["bottom"] < _place(page, SECOND)["top"]
-
-
-def _place(page: Page, selector: str) -> dict[str, float]:
-    place: dict[str, float] = page.value(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
-    return place
+    page.wait(f"{places}, first.bottom < second.top && first.left === second.left")
 
 
 def test_what_the_server_refuses_is_said_in_its_words(opened: Opened, address: str) -> None:
