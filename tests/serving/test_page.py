@@ -168,6 +168,7 @@ def test_two_checkpoints_beside_each_other(opened: Opened, address: str) -> None
     chosen = names[1:]
     page.choose(f"{FIRST} select", chosen[0])
     assert page.value(f"document.querySelector('{SECOND} select').value") == chosen[1]
+    assert page.text(f"{SECOND} select option:checked") == "step_00000020"
     page.type("#prompt", PROMPT)
     set_numbers(page, temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, max_tokens=40)
     run(page)
