@@ -302,12 +302,13 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name(opened: Opened) ->
     assert {role for role, _ in found} == named and all(name for _, name in found), found
 
 
-def test_copy_takes_prompt_and_new_text(opened: Opened, chrome: Browser) -> None:
+@pytest.mark.parametrize("allowed", [["clipboardReadWrite", "clipboardSanitizedWrite"], ["clipboardReadWrite"]])
+def test_copy_takes_prompt_and_new_text(opened: Opened, chrome: Browser, allowed: list[str]) -> None:
     page = with_models(opened())
     page.type("#prompt", PROMPT)
     set_numbers(page, max_tokens=8)
     run(page)
-    chrome.call("Browser.grantPermissions", permissions=["clipboardReadWrite"], browserContextId=page.context)
+    chrome.call("Browser.grantPermissions", permissions=allowed, browserContextId=page.context)
     page.click(f"{FIRST} .copy")
     page.wait(f"document.querySelector('{FIRST} .copy').textContent === 'Copied'")
     assert page.value("navigator.clipboard.readText()") == PROMPT + new_text(page)
