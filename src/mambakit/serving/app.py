@@ -128,6 +128,11 @@ def make_app(service: Service) -> FastAPI:
         message = messages.get(error.status_code, str(error.detail))
         return _failure(ApiError(error.status_code, message, headers=error.headers))
 
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        """uvicorn logs it."""
+        return _failure(ApiError(500, f"the server failed: {type(error).__name__}", code="fault"))
+
     schema: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
