@@ -163,7 +163,7 @@ def test_prompts_may_be_tokens(server: Running) -> None:
         ({"prompt": 5}, 400, "prompt", "prompt=5: need a text, up to 32 texts"),
         ({"prompt": [257]}, 400, "prompt", "the token 257, outside the vocabulary 0…256"),
         ({"prompt": "a" * 501}, 400, "prompt", "501 tokens; need at most 500 (--max-prompt-tokens of the server)"),
-        ({"prompt": "a", "echo": True}, 400, "echo", "need False"),
+        ({"prompt": "a", "echo": True}, 400, "echo", "echo=True: need false"),
         ({"prompt": "a", "stop": ""}, 400, "stop", "stop=''"),
         ({}, 400, "prompt", "the parameter 'prompt' is missing"),
         ({"prompt": "a", "model": "large"}, 404, "model", "there is no model 'large' here; the models are small"),
@@ -373,3 +373,47 @@ def test_mistakes_of_the_command_are_told(
     ]:
         assert main(["serve", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_state_is_saved_and_gone_on_from(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 10}
+    with serving(folder, states=tmp_path / "states") as server:
+        first = server.text(prompt="Once", save_state="turn-1", **options)
+        whole = server.text(prompt="Once", temperature=0, max_tokens=25)
+        assert server.text(prompt="", restore_state="turn-1", temperature=0, max_tokens=15) == whole[len(first) :]
+        tokens = [*b"Once", *mambakit.load(folder).generate([*b"Once"], temperature=0, max_new_tokens=10)]
+        later = server.complete(prompt=" more", restore_state="turn-1", save_state="turn-2", **options).json()
+        expected = server.complete(prompt=[*tokens, *b" more"], **options).json()
+        assert later["choices"] == expected["choices"]
+        assert later["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+        stopped = server.text(prompt="Once", save_state="stopped", stop=whole[3:5], temperature=0, max_tokens=99)
+        assert stopped == whole[: whole.index(whole[3:5])]
+        after = whole[whole.index(whole[3:5]) + 2 :]
+        assert after.startswith(server.text(prompt="", restore_state="stopped", temperature=0, max_tokens=4))
+        for body, status, message in [
+            ({"save_state": "turn-1"}, 409, "there is a state 'turn-1' already"),
+            ({"restore_state": "never"}, 404, "there is no state 'never' here"),
+            ({"restore_state": "../turn-1"}, 400, "restore_state"),
+        ]:
+            answer = server.complete(prompt="x", **body)
+            assert answer.status_code == status and message in answer.json()["error"]["message"]
+    other = make_model(tmp_path / "other", seed=1)
+    with serving(other, states=tmp_path / "states") as server:
+        answer = server.complete(prompt="x", restore_state="turn-1")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("the state 'turn-1' was saved with another model")
+    with serving(folder) as server:
+        answer = server.complete(prompt="x", save_state="a")
+        assert answer.status_code == 400 and "--states" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_key": KEY, "states": True}], ids=str)
+def test_the_servers_own_description_of_itself_is_true(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """schemathesis sends requests that the schema allows, and ones that it does not, and looks at the answers."""
+    if settings:
+        settings = {**settings, "states": tmp_path / "states"}
+    with serving(folder, **{"max_new_tokens": 16, **settings}) as server:
+        command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.address}/openapi.json"]
+        command += ["--max-examples", "15", "--seed", "1", "--header", f"Authorization: Bearer {KEY}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]
