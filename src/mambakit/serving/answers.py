@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from ..decoding import NewText, Prompt, Token
 from .engine import Answer
-from .settings import ApiError
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,14 @@ class Listener:
             for reader in self.readers:
                 if (piece := reader.read()) is not None:
                     yield piece
+
+    async def ended(self, answer: Answer) -> None:
+        """Until an answer that nobody reads is complete."""
+        while not answer.is_done:
+            await self._is_new.wait()
+            self._is_new.clear()
+        if answer.error is not None:
+            raise answer.error
 
     def cancel(self) -> None:
         """End what is still under way."""
@@ -185,7 +192,3 @@ class Form:
         """A token's text; of part of a character, its name in the vocabulary."""
         text = self.tokenizer.decode([token], skip_special_tokens=False)
         return str(self.tokenizer.id_to_token(token)) if "\ufffd" in text else text
-
-
-def error_event(error: ApiError) -> dict[str, Any]:
-    return error.body()

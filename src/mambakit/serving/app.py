@@ -34,7 +34,7 @@ from .requests import (
     refusal,
 )
 from .service import Job, Service
-from .settings import ApiError, Settings
+from .settings import STATES, ApiError, Settings
 
 BODIES: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 # The page is one file with its own script and style, and asks this server alone.
@@ -45,13 +45,16 @@ PAGE_POLICY = (
 MEANINGS = {
     400: "the request is not as it should be; the message says what is wrong",
     401: "the key is missing, or is another one",
-    404: "there is no such model",
+    404: "there is no such model, or state",
     408: "the request did not arrive in time (--read-timeout)",
+    409: "there is a state of this name already, or the server has too many",
     413: "the body is too large (--max-body-kb)",
     429: "too many requests wait (--max-queue)",
     500: "the model cannot be used, or the server failed",
     503: "the server is stopping, or the request waited too long",
 }
+# With stream: each is a chunk of OpenAI's form as JSON, an error, or [DONE] at the end.
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 RETRY = {"Retry-After": {"description": "seconds to wait before asking again", "schema": {"type": "string"}}}
 
 
@@ -68,7 +71,7 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="mambakit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     errors = _errors(*([401] if settings.api_key else []))
     asking = {**errors, **_errors(400, 404, 408, 413, 429, 500, 503)}
-    events = {"text/event-stream": {"schema": {"type": "string", "description": "with stream: data: CHUNK lines"}}}
+    events = {"text/event-stream": {"schema": EVENT}}
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -99,7 +102,9 @@ def make_app(service: Service) -> FastAPI:
         service.models.check(model_id)
         return JSONResponse(next(entry for entry in service.model_entries() if entry["id"] == model_id))
 
-    @app.post("/v1/completions", responses={200: {"model": Completion, "content": events}, **asking})
+    saving = _errors(409) if settings.states else {}
+
+    @app.post("/v1/completions", responses={200: {"model": Completion, "content": events}, **asking, **saving})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Text that follows a prompt."""
         return await _answer(request, await service.complete(body))
@@ -127,6 +132,11 @@ def make_app(service: Service) -> FastAPI:
         messages = {404: f"there is no {where}", 405: f"{where} is not possible; see the Allow header for what is"}
         message = messages.get(error.status_code, str(error.detail))
         return _failure(ApiError(error.status_code, message, headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        """uvicorn logs it."""
+        return _failure(ApiError(500, f"the server failed: {type(error).__name__}", code="fault"))
 
     schema: dict[str, Any] = {}
 
@@ -238,6 +248,7 @@ async def _answer(request: Request, job: Job) -> Response:
         if found is None:
             await job.close()
             return Response(status_code=499)  # to nobody
+        await job.keep()
         answer = job.whole(found)
         await job.close()
         return JSONResponse(answer)
@@ -274,6 +285,7 @@ async def _events(job: Job, first: Piece, rest: AsyncIterator[Piece]) -> AsyncIt
         try:
             async for piece in rest:
                 yield _event(job.chunk(piece))
+            await job.keep()
         except ApiError as error:
             yield _event(error.body())
             return
@@ -326,6 +338,8 @@ def _true_schema(schema: dict[str, Any], settings: Settings, vocab_size: int) ->
             tokens(each)
 
     tokens(parts["CompletionRequest"]["properties"]["prompt"])
+    for name in STATES if settings.states is None else ():
+        del parts["CompletionRequest"]["properties"][name]
     if settings.api_key:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in schema["paths"].items():

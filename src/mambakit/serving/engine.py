@@ -38,7 +38,9 @@ class Text:
     tokens: Sequence[int]
     num_cached: int = 0  # tokens that the prefix cache knew
     memory: Memory | None = None  # of what was read
+    start: Memory | None = None  # of a saved state that the text goes on from
     is_begun: bool = False
+    is_shared: bool = True  # whether the prefix cache may know it
 
     @property
     def is_read(self) -> bool:
@@ -56,7 +58,7 @@ class Answer:
 
     text: Text
     choice: Choice
-    max_new_tokens: int
+    max_new_tokens: int  # 0: the text is read, and nothing more
     end_tokens: frozenset[int]
     deadline: float  # by time.monotonic()
     wake: Callable[[], None]  # has whoever waits look again; called in the waiting thread
@@ -193,17 +195,18 @@ class Engine:
             batch = self._batches[text.model_id]
             if not text.is_begun:
                 self._begin(batch, text)
+                if answer.max_new_tokens:
+                    self.metrics.add("prompt_tokens", len(text.tokens))
+                    self.metrics.add("cached_prompt_tokens", text.num_cached)
             batch.pending.append(answer)  # before it leaves the queue, so that it is always counted
             self._waiting.popleft()
 
     def _begin(self, batch: _Batch, text: Text) -> None:
         text.is_begun = True
-        if text.memory is None and self.prefixes.max_bytes:
+        if text.is_shared and self.prefixes.max_bytes:
             text.memory = self.prefixes.longest(text.model_id, text.tokens)
             self.metrics.add("prefix_cache_misses" if text.memory is None else "prefix_cache_hits")
-        text.num_cached = len(text.memory.tokens) if text.memory else 0
-        self.metrics.add("prompt_tokens", len(text.tokens))
-        self.metrics.add("cached_prompt_tokens", text.num_cached)
+            text.num_cached = len(text.memory.tokens) if text.memory else 0
         if not text.is_read:
             batch.reading.append(text)
 
@@ -217,12 +220,15 @@ class Engine:
         batch.reading = [text for text in batch.reading if text in needed]
         self._read(batch)
         ready = [answer for answer in batch.pending if answer.text.is_read]
+        batch.pending = [answer for answer in batch.pending if not answer.text.is_read]
+        for answer in [answer for answer in ready if answer.max_new_tokens == 0]:
+            ready.remove(answer)
+            self._end(answer, finish="length")
         if ready:
             new = {next(self._numbers): answer for answer in ready}
             memories = {row: answer.text.memory for row, answer in new.items()}
-            batch.decoder.add({r: (memory, new[r].choice) for r, memory in memories.items() if memory is not None})
             batch.rows |= new
-            batch.pending = [answer for answer in batch.pending if not answer.text.is_read]
+            batch.decoder.add({r: (memory, new[r].choice) for r, memory in memories.items() if memory is not None})
         if batch.rows:
             self._take(batch, batch.decoder.step())
 
@@ -241,7 +247,7 @@ class Engine:
         pieces = [text.piece(batch.piece) for text in now]
         for text, memory in zip(now, batch.decoder.read(pieces, [text.memory for text in now]), strict=True):
             text.memory, batch.like = memory, memory.state
-            if text.is_read:
+            if text.is_read and text.is_shared:
                 self.prefixes.put(text.model_id, memory)
         batch.reading = [text for text in batch.reading if not text.is_read]
 
@@ -282,9 +288,10 @@ class Engine:
 
     def _keep(self, batch: _Batch, row: int) -> None:
         """Remember a row after its answer, for a prompt that goes on from there."""
-        if not self.prefixes.max_bytes or batch.like is None:
+        answer = batch.rows[row]
+        if not self.prefixes.max_bytes or batch.like is None or not answer.text.is_shared:
             return
-        answer, saved = batch.rows[row], batch.decoder.save(row)
+        saved = batch.decoder.save(row)
         num_inside = saved.count - 1  # chosen tokens that the state has; the last one is not yet part of it
         if 0 < num_inside <= len(answer.tokens):
             tokens = [*answer.text.tokens, *(token.token for token in answer.tokens[:num_inside])]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from ..checkpoint import CheckpointError
 from ..checkpoint.loading import read_chat_template
 from ..checkpoint.native import checkpoints, find
-from ..decoding import whole_texts
+from ..decoding import generate_tokens, whole_texts
 from ..device import DTYPES, choose_device
 from ..loaded import load
 from ..model import MambaLM
@@ -63,6 +63,8 @@ class Models:
         """A model that cannot be used is noticed before the server begins."""
         served = self._held[self.default] = self._open(self.default, self.path)
         self.vocab_size = served.model.config.vocab_size
+        for _ in generate_tokens(served.model, [0], max_new_tokens=2):
+            pass  # kernels are compiled now, not for the first client
 
     def places(self) -> dict[str, Path]:
         """By id, the default first."""

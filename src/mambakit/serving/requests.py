@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ..decoding import Sampling
 from .settings import MAX_ANSWERS, MAX_PROMPTS, ApiError, Settings
@@ -18,12 +18,30 @@ StateName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
+def _is_false(value: bool) -> bool:
+    if value:
+        raise ValueError("need false")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_is_false), Field(json_schema_extra={"const": False})]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(_Strict):
     include_usage: bool | None = Field(None, description="a last event with the counts of tokens")
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of numbers: 2.0 is an integer there."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return {name: _whole(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 class _Request(_Strict):
@@ -33,7 +51,7 @@ class _Request(_Strict):
     top_p: float | None = Field(None, gt=0, le=1, description="choose among the fewest tokens of this probability")
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="answers to each prompt; 1 unless given")
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(None, description="a text, or up to 4 texts")
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="the same seed gives the same answer")
+    seed: int | None = Field(None, description="the same seed gives the same answer; its last 63 bits count")
     stream: bool | None = Field(None, description="send the answer as server-sent events, as it is generated")
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=1, description="extension: choose among the k likeliest tokens")
@@ -42,6 +60,11 @@ class _Request(_Strict):
     presence_penalty: Zero | None = Field(None, description="0 alone; see repetition_penalty")
     frequency_penalty: Zero | None = Field(None, description="0 alone; see repetition_penalty")
     user: str | None = Field(None, description="not used")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, body: Any) -> Any:
+        return _whole(body)
 
     def sampling(self) -> Sampling:
         return Sampling(
@@ -62,12 +85,12 @@ class CompletionRequest(_Request):
     ) = Field(description=f"a text, up to {MAX_PROMPTS} texts, a list of token ids, or up to {MAX_PROMPTS} such lists")
     logprobs: int | None = Field(None, ge=0, le=5, description="log probabilities, of so many likeliest tokens too")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="1 alone; see n")
-    echo: Literal[False] | None = Field(None, description="false alone: the prompt is not part of the answer")
+    echo: OnlyFalse | None = Field(None, description="false alone: the prompt is not part of the answer")
     save_state: StateName | None = Field(
-        None, description="extension: keep what the model knows after the answer, under this name (--states)"
+        None, description="extension: keep the state after the first answer under this name"
     )
     restore_state: StateName | None = Field(
-        None, description="extension: the prompt goes on from what was kept under this name (--states)"
+        None, description="extension: the prompt goes on from the state of this name"
     )
 
     def prompts(self) -> list[str | list[int]]:
@@ -98,7 +121,7 @@ class ResponseFormat(_Strict):
 
 
 class ChatRequest(_Request):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="longest answer, as max_tokens")
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="of so many likeliest tokens at each place")
@@ -239,6 +262,7 @@ def refusal(errors: Sequence[Any], model: type[BaseModel] | None) -> ApiError:
     same = [error for error in errors if [part for part in error["loc"] if part != "body"][:1] == [name]]
     got = f"{first.get('input')!r}"
     got = got if len(got) <= 60 else got[:60] + "…"
-    reason = f"need {about}" if len(same) > 1 and about else str(first["msg"]).replace("Input should be", "need")
+    message = first["msg"].replace("Input should be", "need").replace("Value error, ", "")
+    reason = f"need {about}" if len(same) > 1 and about else message
     place = ".".join(map(str, where)) if len(same) == 1 else name
     return ApiError(400, f"{place}={got}: {reason}", param=name, code="invalid_value")

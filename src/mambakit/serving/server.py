@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -27,29 +29,35 @@ SWITCH_SECONDS = 0.0005  # how long a thread may keep Python from the other: the
 
 def serve(settings: Settings) -> int:
     """Serve until a signal comes. 0: all that was running is finished; 1: --grace was not enough for it."""
-    service = Service(settings)
-    service.models.load_default()
-    with _listening(settings) as listener:
+    with listening(settings) as listener:
+        service = Service(settings)
+        service.models.load_default()
         host, port = listener.getsockname()[:2]
         place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if settings.api_key is None and host not in ("127.0.0.1", "::1"):
-            say(f"--host {settings.host}: whoever reaches this machine can use the model; set --api-key to change that")
+            say(f"--host {settings.host}: whoever reaches this machine can use the model; --api-key asks for a key")
         sys.setswitchinterval(SWITCH_SECONDS)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        config = uvicorn.Config(
-            make_app(service), http=_protocol(settings.read_timeout), ws="none", lifespan="on", log_config=None,
-            access_log=False, server_header=False, timeout_graceful_shutdown=max(1, round(settings.grace)),
-        )  # fmt: skip
-        server = _Server(config)
+        server = make_server(service)
         say(f"serving {service.models.default} at {place} (API at {place}/v1); Ctrl-C ends it")
         server.run(sockets=[listener])
     if server.num_cut:
-        say(f"{server.num_cut} answers were cut off, {settings.grace:g} s (--grace) after the signal")
+        say(f"{server.num_cut} requests were cut off, {settings.grace:g} s (--grace) after the signal")
     return 1 if server.num_cut else 0
 
 
+def make_server(service: Service) -> Server:
+    settings = service.settings
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about what clients do
+    return Server(
+        uvicorn.Config(
+            make_app(service), http=_protocol(settings.read_timeout), ws="none", lifespan="on", log_config=None,
+            access_log=False, server_header=False, timeout_graceful_shutdown=math.ceil(settings.grace),
+        )
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
-def _listening(settings: Settings) -> Iterator[socket.socket]:
+def listening(settings: Settings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,15 +70,16 @@ def _listening(settings: Settings) -> Iterator[socket.socket]:
         yield listener
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server, which sends itself the signal again after its end; here the command ends as it should."""
 
     num_cut = 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._on_signal)
         yield
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

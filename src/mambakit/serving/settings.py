@@ -11,6 +11,8 @@ from ..files import UserError
 
 MAX_PROMPTS, MAX_ANSWERS = 32, 16  # in one request: prompts, and answers to each
 
+STATES = ("save_state", "restore_state")  # parameters that need --states
+
 
 @dataclass(frozen=True)
 class Settings:
