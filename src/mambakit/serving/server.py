@@ -24,6 +24,7 @@ from .app import make_app
 from .service import Service
 from .settings import ApiError, Settings
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_SECONDS = 0.0005  # how long a thread may keep Python from the other: the engine's steps take about as long
 
 
@@ -77,10 +78,13 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._on_signal)
-        yield
+        is_main = threading.current_thread() is threading.main_thread()  # others may not handle signals
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS if is_main}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.should_exit:
