@@ -41,6 +41,7 @@ class Saved:
     choice: Choice
     count: int  # tokens that were chosen
     seen: Tensor  # (V)
+    tokens: Sequence[int] = ()  # the text with `token`, where the caller keeps it
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _generate(
     _check(prompts, max_new_tokens, sampling)
     for prompt in prompts:
         model.check_input(torch.tensor([list(prompt)]), 2)
-    choices = [Choice(sampling, _seed(seed, row), first_tokens.get(row, ())) for row in range(len(prompts))]
+    choices = [Choice(sampling, row_seed(seed, row), first_tokens.get(row, ())) for row in range(len(prompts))]
 
     def rounds() -> Rounds:
         decoder = Decoder(model, len(prompts))
@@ -128,7 +128,7 @@ def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
         return None
 
 
-def _seed(seed: int | None, row: int) -> int:
+def row_seed(seed: int | None, row: int) -> int:
     """A row's own seed; row 0 has the seed itself."""
     if seed is None:
         return SystemRandom().getrandbits(63)
