@@ -26,9 +26,11 @@ class Prompt:
     space: list[int]  # what was removed
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, text: str, end_tokens: Sequence[int], vocab_size: int) -> Prompt:
-        """An empty text starts from the first end token."""
-        tokens = _encode(tokenizer, text, end_tokens)
+    def of(
+        cls, tokenizer: Tokenizer, text: str, end_tokens: Sequence[int], vocab_size: int, *, goes_on: bool = False
+    ) -> Prompt:
+        """An empty text starts from the first end token. One that goes on from another has no token of a beginning."""
+        tokens = _encode(tokenizer, text, end_tokens, goes_on)
         if allowed := _words_after_space(tokenizer, tokens):
             return cls(tokens[:-1], [token for token in allowed if token < vocab_size], tokens[-1:])
         return cls(tokens, [], [])
@@ -109,12 +111,13 @@ def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
     return sorted(found) if len(found) > 1 else []
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int], goes_on: bool) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"the prompt {prompt!r} is not UTF-8; give it in UTF-8, as the terminal should be") from None
-    tokens = tokenizer.encode(prompt).ids or (list(end_tokens[:1]) if prompt == "" else [])
+    tokens = tokenizer.encode(prompt, add_special_tokens=not goes_on).ids
+    tokens = tokens or (list(end_tokens[:1]) if prompt == "" else [])
     if not tokens:
         raise UserError(
             f"the prompt {prompt!r} has no token to start from; give text that the tokenizer knows, "
