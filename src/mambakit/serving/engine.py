@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 import traceback
@@ -26,6 +27,9 @@ from .settings import ApiError
 
 # Tokens of prompts that are read between two steps of the rows. Texts are cut at multiples of it, however busy it is.
 PIECE = {"cpu": 512, "cuda": 4096}
+# Between two wakes of whoever reads an answer: below what a person notices. Handling each token of many fast rows by
+# itself would take longer than choosing it.
+WAKE_SECONDS = 0.02
 Finish = Literal["stop", "length"]
 
 
@@ -68,6 +72,7 @@ class Answer:
     error: ApiError | None = None
     is_cancelled: bool = False  # set by whoever waits
     began: float = field(default_factory=time.monotonic)
+    last_woken: float = -math.inf
     first_after: float | None = None  # seconds from the arrival to the first token
 
     @property
@@ -274,7 +279,8 @@ class Engine:
                 ended.append(row)
                 self._keep(batch, row)
                 self._end(answer, finish="length")
-            elif answer.wakes_each:
+            elif answer.wakes_each and now - answer.last_woken >= WAKE_SECONDS:
+                answer.last_woken = now
                 self._woken.append(answer.wake)
         for row, answer in batch.rows.items():
             if not answer.is_done and (answer.is_cancelled or now > answer.deadline):

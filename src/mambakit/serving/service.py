@@ -185,10 +185,11 @@ class Service:
     def _prompt(self, served: ServedModel, given: str | list[int], after: Saved | None = None) -> Prompt:
         if not isinstance(given, str):
             return self._checked(served, Prompt(given, [], []))
-        if after is not None:
-            return self._checked(served, Prompt(served.tokenizer.encode(given, add_special_tokens=False).ids, [], []))
+        if after is not None and given == "":
+            return Prompt([], [], [])
+        sizes = served.end_tokens, served.model.config.vocab_size
         try:
-            found = Prompt.of(served.tokenizer, given, served.end_tokens, served.model.config.vocab_size)
+            found = Prompt.of(served.tokenizer, given, *sizes, goes_on=after is not None)
         except UserError as error:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from None
         return self._checked(served, found)
