@@ -66,7 +66,7 @@ class Reader:
         if ended is not None and not self._text.is_stopped:
             text += self._text.finish()
         if self._text.is_stopped:
-            self.finish, self.answer.is_cancelled = "stop", self.answer.is_cancelled or not self.answer.is_done
+            self.finish, self.answer.is_enough = "stop", True
         else:
             self.finish = ended
         self._num_chars += len(text)
@@ -105,7 +105,7 @@ class Listener:
     def cancel(self) -> None:
         """End what is still under way."""
         for reader in self.readers:
-            if not reader.answer.is_done:
+            if not reader.answer.is_done and not reader.answer.is_enough:
                 reader.answer.is_cancelled = True
 
     def usage(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ class Answer:
     tokens: list[Token] = field(default_factory=list)
     finish: Finish | None = None
     error: ApiError | None = None
-    is_cancelled: bool = False  # set by whoever waits
+    is_cancelled: bool = False  # set by whoever waits: nobody wants it any more
+    is_enough: bool = False  # set by whoever waits: it has all that was asked for
     began: float = field(default_factory=time.monotonic)
     last_woken: float = -math.inf
     first_after: float | None = None  # seconds from the arrival to the first token
@@ -78,6 +79,10 @@ class Answer:
     @property
     def is_done(self) -> bool:
         return self.finish is not None or self.error is not None
+
+    def is_over(self, now: float) -> bool:
+        """Whether nothing more is to be generated, though it is not complete."""
+        return self.is_cancelled or self.is_enough or now > self.deadline
 
 
 class _Batch:
@@ -153,7 +158,8 @@ class Engine:
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -186,7 +192,7 @@ class Engine:
         """Give places to those who wait, in their order."""
         now = time.monotonic()
         with self._changed:
-            late = [answer for answer in self._waiting if answer.is_cancelled or now > answer.deadline]
+            late = [answer for answer in self._waiting if answer.is_over(now)]
             for answer in late:
                 self._waiting.remove(answer)
         for answer in late:
@@ -218,7 +224,7 @@ class Engine:
     def _advance(self, batch: _Batch) -> None:
         """Read a piece of what is to be read, and choose a token for every row."""
         now = time.monotonic()
-        for answer in [answer for answer in batch.pending if answer.is_cancelled or now > answer.deadline]:
+        for answer in [answer for answer in batch.pending if answer.is_over(now)]:
             batch.pending.remove(answer)
             self._end(answer, finish="length")
         needed = {answer.text for answer in batch.pending}
@@ -263,7 +269,7 @@ class Engine:
         num_new = 0
         for row, token in chosen.items():
             answer = batch.rows[row]
-            if answer.is_cancelled:
+            if answer.is_cancelled or answer.is_enough:
                 continue
             if token.token in answer.end_tokens:
                 ended.append(row)
@@ -283,7 +289,7 @@ class Engine:
                 answer.last_woken = now
                 self._woken.append(answer.wake)
         for row, answer in batch.rows.items():
-            if not answer.is_done and (answer.is_cancelled or now > answer.deadline):
+            if not answer.is_done and answer.is_over(now):
                 ended.append(row)
                 self._end(answer, finish="length")
         if num_new:
