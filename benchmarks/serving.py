@@ -3,8 +3,8 @@
     python benchmarks/serving.py [--model mamba2-130m | --checkpoint DIR] [--clients 64] [--seconds 120] [--out FILE]
     python benchmarks/serving.py --smoke           a small model for a few seconds, on any machine
 
-The server is a process of its own, `mambakit serve`, asked over loopback by clients of one further process, so that
-neither waits for the other's Python. Each client asks again as soon as it has its answer: prompts of 64 to 128 tokens
+The server is a process of its own, `mambakit serve`, asked over loopback by clients in further processes, so that
+none waits for another's Python. Each client asks again as soon as it has its answer: prompts of 64 to 128 tokens
 and --new-tokens new ones, all greedy; half of the clients stream. Nothing may be lost, and each answer must be that of
 the same request alone. Random weights, unless a checkpoint is given: speed does not depend on them. The decoder's rate
 is measured before and after in this process, while the server waits: the same prompts, with their reading.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from mambakit.decoding import Choice, Decoder, Sampling
 from mambakit.device import choose_device
 from mambakit.measure import environment
 
-SMOKE: dict[str, Any] = {"kind": "mamba2", "d_model": 256, "num_layers": 4}
+SMOKE: dict[str, Any] = {"kind": "mamba2", "d_model": 128, "num_layers": 2}
 NUM_PROMPTS = 64
 
 
@@ -73,7 +76,7 @@ def decoder_rate(model: MambaLM, prompts: list[list[int]], batch: int, new_token
 
 
 class Client:
-    """What one process of clients measures."""
+    """Requests of some clients, and what came of them."""
 
     def __init__(self, address: str, new_tokens: int, expected: list[str]) -> None:
         self.address, self.new_tokens, self.expected = address, new_tokens, expected
@@ -83,7 +86,7 @@ class Client:
         self.problems: list[str] = []
 
     async def ask(self, http: httpx.AsyncClient, prompt: list[int], stream: bool) -> tuple[str, int]:
-        body = {"prompt": prompt, "max_tokens": self.new_tokens, "temperature": 0, "stream": stream}
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": self.new_tokens, "temperature": 0, "stream": stream}
         begin = time.perf_counter()
         if not stream:
             answer = await http.post("/v1/completions", json=body)
@@ -110,7 +113,7 @@ class Client:
     async def run(self, number: int, prompts: list[list[int]], until: float) -> None:
         async with httpx.AsyncClient(base_url=self.address, timeout=600, trust_env=False) as http:
             turn = number
-            while time.perf_counter() < until:
+            while time.time() < until:
                 try:
                     text, count = await self.ask(http, prompts[turn % len(prompts)], stream=number % 2 == 0)
                 except (httpx.HTTPError, KeyError, ValueError) as error:
@@ -129,10 +132,26 @@ async def alone(address: str, prompts: list[list[int]], new_tokens: int) -> list
         return [(await client.ask(http, prompt, stream=False))[0] for prompt in prompts]
 
 
-async def load(client: Client, prompts: list[list[int]], clients: int, seconds: float) -> float:
-    begin = time.perf_counter()
-    await asyncio.gather(*(client.run(number, prompts, begin + seconds) for number in range(clients)))
-    return time.perf_counter() - begin
+def run_clients(client: Client, numbers: Sequence[int], prompts: list[list[int]], until: float) -> Client:
+    """Some of the clients, in a process of their own."""
+
+    async def together() -> None:
+        await asyncio.gather(*(client.run(number, prompts, until) for number in numbers))
+
+    asyncio.run(together())
+    return client
+
+
+def load(client: Client, prompts: list[list[int]], arguments: argparse.Namespace) -> tuple[list[Client], float]:
+    """(what each process measured, how long it took)."""
+    context = multiprocessing.get_context("spawn")
+    parts = [range(arguments.clients)[i :: arguments.processes] for i in range(arguments.processes)]
+    with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
+        list(pool.map(str, parts))  # they have started
+        begin = time.time()
+        until = begin + arguments.seconds
+        futures = [pool.submit(run_clients, client, part, prompts, until) for part in parts]
+        return [future.result() for future in futures], time.time() - begin
 
 
 def start(place: Path, arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
@@ -153,6 +172,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16"], help="of random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 2) // 2)), help="of clients")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
@@ -171,30 +191,30 @@ def main() -> None:
         process, address = start(place, arguments)
         try:
             expected = asyncio.run(alone(address, prompts, arguments.new_tokens))
-            client = Client(address, arguments.new_tokens, expected)
-            wall = asyncio.run(load(client, prompts, arguments.clients, arguments.seconds))
+            parts, wall = load(Client(address, arguments.new_tokens, expected), prompts, arguments)
             metrics = httpx.get(f"{address}/metrics", trust_env=False).text
         finally:
             process.send_signal(signal.SIGTERM)
             status = process.wait(60)
         after = decoder_rate(model, prompts, arguments.clients, arguments.new_tokens, share)
     decoder = statistics.mean([before, after])
-    rate = client.num_tokens / wall
+    rate = sum(part.num_tokens for part in parts) / wall
+    latencies = [value for part in parts for value in part.latencies]
     result = {
         "model": str(arguments.checkpoint or ("smoke" if arguments.smoke else arguments.model)),
         "dtype": str(dtype).removeprefix("torch."),
         "clients": arguments.clients,
         "seconds": wall,
-        "requests": len(client.latencies),
-        "lost": client.num_lost,
-        "different_from_alone": client.num_wrong,
+        "requests": len(latencies),
+        "lost": sum(part.num_lost for part in parts),
+        "different_from_alone": sum(part.num_wrong for part in parts),
         "server_exit_status": status,
         "tokens_per_second": rate,
         "decoder_tokens_per_second": {"before": before, "after": after},
         "share_of_decoder": rate / decoder,
-        "latency_seconds": percentiles(client.latencies),
-        "first_token_seconds": percentiles(client.first_tokens),
-        "problems": client.problems[:10],
+        "latency_seconds": percentiles(latencies),
+        "first_token_seconds": percentiles([value for part in parts for value in part.first_tokens]),
+        "problems": [problem for part in parts for problem in part.problems][:10],
         "metrics": [line for line in metrics.splitlines() if not line.startswith("#") and "_bucket" not in line],
         "cpu_count": os.cpu_count(),
         "environment": environment(device),

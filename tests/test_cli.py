@@ -97,6 +97,7 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
     for folder in ("notes", "letters", "src", "docs"):
         make_corpus(tmp_path / folder, 12)
     (tmp_path / "book.txt").write_text("\n".join(WORDS * 500))
+    (tmp_path / "prompts.txt").write_text("the cat\na dog\n")
     records = "".join(json.dumps({"title": word, "text": " ".join(WORDS)}) + "\n" for word in WORDS * 20)
     (tmp_path / "wiki.jsonl.xz").write_bytes(lzma.compress(records.encode()))
     needed = {

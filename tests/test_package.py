@@ -64,7 +64,7 @@ DOORS: dict[str, str] = {
     "reporting": "config files progress",
     "checkpoint": "config data files model ops parallel progress reporting",
     "decoding": "files model ops",
-    "loaded": "checkpoint decoding",
+    "loaded": "checkpoint decoding model",
     "serving": "checkpoint decoding device files loaded model progress",
     "evaluation": "checkpoint config data decoding device files model progress",
     "info": "checkpoint config data files",

@@ -18,6 +18,7 @@ from runs import wait_for
 
 import mambakit
 from mambakit.cli import main
+from mambakit.serving.engine import PIECE
 
 from .servers import LONG, Running, make_model, make_run, serving
 
@@ -51,17 +52,17 @@ def test_a_completion_is_what_generate_gives(client: openai.OpenAI, folder: Path
 
 
 def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, server: Running) -> None:
-    whole = server.text(prompt="The cat", temperature=0, max_tokens=200)
+    whole = server.text(prompt="The cat", temperature=0, max_tokens=2000)
     chunks = list(
         client.completions.create(
-            model="small", prompt="The cat", temperature=0, max_tokens=200, stream=True,
+            model="small", prompt="The cat", temperature=0, max_tokens=2000, stream=True,
             stream_options={"include_usage": True},
         )
     )  # fmt: skip
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole
     assert len(chunks) > 5
     assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 200
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2000
     with server.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert list(answer.iter_lines())[-2:] == ["data: [DONE]", ""]
@@ -131,13 +132,14 @@ def test_seeds_repeat_and_answers_of_one_request_differ(server: Running) -> None
 
 def test_an_answer_ends_before_a_stop_text(server: Running) -> None:
     whole = server.text(prompt="q", temperature=0, max_tokens=40)
-    stop = whole[20:22]
+    stop, before = whole[20:22], server.metric("cancelled_sequences_total")
     answer = server.complete(prompt="q", temperature=0, max_tokens=40, stop=[stop, "never in there"]).json()["choices"][
         0
     ]
     assert answer["text"] == whole[: whole.index(stop)]
     assert answer["finish_reason"] == "stop"
     wait_for(lambda: server.num_running() == 0, 10)
+    assert server.metric("cancelled_sequences_total") == before
 
 
 def test_prompts_may_be_tokens(server: Running) -> None:
@@ -270,12 +272,11 @@ def test_a_long_prompt_does_not_hold_up_the_others(folder: Path) -> None:
         with stream as running:
             lines = running.iter_lines()
             next(lines)
+            before = server.metric("generated_tokens_total")
             waiting = pool.submit(server.text, prompt=long, temperature=0, max_tokens=3)
-            num_tokens = 0
-            while not waiting.done():
-                num_tokens += next(lines).startswith("data: {")
-        assert num_tokens > 20
-        assert waiting.result() == mambakit.load(folder).generate(long, temperature=0, max_new_tokens=3)
+            answer = waiting.result()
+            assert server.metric("generated_tokens_total") - before > len(long) // PIECE["cpu"]  # one after each piece
+        assert answer == mambakit.load(folder).generate(long, temperature=0, max_new_tokens=3)
 
 
 def test_who_finds_the_queue_full_is_told_to_come_again(folder: Path) -> None:

@@ -41,6 +41,7 @@ class Reader:
         self.finish: str | None = None
         self.num_tokens = 0
         self._text = NewText(tokenizer, prompt, stops)
+        self._one_by_one = bool(stops) or answer.choice.logprobs is not None
         self._num_chars = 0  # given
         self._scored: list[Scored] = []  # whose text is not given yet
 
@@ -51,17 +52,21 @@ class Reader:
         ended = self.answer.finish  # before the tokens: the last ones are there when it is set
         if self.answer.error is not None:
             raise self.answer.error
-        text = ""
-        for token in self.answer.tokens[self.num_tokens :]:
-            self._scored.append(Scored(token, self._num_chars + len(text) + len(self._text.held)))
-            self.num_tokens += 1
-            text += self._text.add(token.token)
-            if self._text.is_stopped:
-                break
+        new, text = self.answer.tokens[self.num_tokens :], ""
+        if self._one_by_one:
+            for token in new:
+                self._scored.append(Scored(token, self._num_chars + len(text) + len(self._text.held)))
+                self.num_tokens += 1
+                text += self._text.add(token.token)
+                if self._text.is_stopped:
+                    break
+        elif new:
+            self.num_tokens += len(new)
+            text = self._text.add(*(token.token for token in new))
         if ended is not None and not self._text.is_stopped:
             text += self._text.finish()
         if self._text.is_stopped:
-            self.finish, self.answer.is_cancelled = "stop", self.answer.is_cancelled or not self.answer.is_done
+            self.finish, self.answer.is_enough = "stop", True
         else:
             self.finish = ended
         self._num_chars += len(text)
@@ -100,7 +105,7 @@ class Listener:
     def cancel(self) -> None:
         """End what is still under way."""
         for reader in self.readers:
-            if not reader.answer.is_done:
+            if not reader.answer.is_done and not reader.answer.is_enough:
                 reader.answer.is_cancelled = True
 
     def usage(self) -> dict[str, Any]:

@@ -242,13 +242,9 @@ async def _answer(request: Request, job: Job) -> Response:
     try:
         if job.is_stream:
             first = await _unless_gone(request, pieces.__anext__())
-            return Response() if first is None else StreamingResponse(
-                _events(job, first, pieces), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-            )  # fmt: skip
+            events = _events(job, first, pieces)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         found = await _unless_gone(request, _all(pieces))
-        if found is None:
-            await job.close()
-            return Response(status_code=499)  # to nobody
         await job.keep()
         answer = job.whole(found)
         await job.close()
@@ -263,7 +259,7 @@ async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
 
 
 async def _unless_gone(request: Request, waiting: Any) -> Any:
-    """What is waited for; None where the client goes away before."""
+    """What is waited for, unless the client goes away before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -272,7 +268,9 @@ async def _unless_gone(request: Request, waiting: Any) -> Any:
     tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(gone())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        if not tasks[0].done():
+            raise ApiError(499, "the client has gone")  # which nobody reads
+        return tasks[0].result()
     finally:
         for task in tasks:
             task.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 import traceback
@@ -26,6 +27,9 @@ from .settings import ApiError
 
 # Tokens of prompts that are read between two steps of the rows. Texts are cut at multiples of it, however busy it is.
 PIECE = {"cpu": 512, "cuda": 4096}
+# Between two wakes of whoever reads an answer: below what a person notices. Handling each token of many fast rows by
+# itself would take longer than choosing it.
+WAKE_SECONDS = 0.02
 Finish = Literal["stop", "length"]
 
 
@@ -66,13 +70,19 @@ class Answer:
     tokens: list[Token] = field(default_factory=list)
     finish: Finish | None = None
     error: ApiError | None = None
-    is_cancelled: bool = False  # set by whoever waits
+    is_cancelled: bool = False  # set by whoever waits: nobody wants it any more
+    is_enough: bool = False  # set by whoever waits: it has all that was asked for
     began: float = field(default_factory=time.monotonic)
+    last_woken: float = -math.inf
     first_after: float | None = None  # seconds from the arrival to the first token
 
     @property
     def is_done(self) -> bool:
         return self.finish is not None or self.error is not None
+
+    def is_over(self, now: float) -> bool:
+        """Whether nothing more is to be generated, though it is not complete."""
+        return self.is_cancelled or self.is_enough or now > self.deadline
 
 
 class _Batch:
@@ -148,7 +158,8 @@ class Engine:
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -181,7 +192,7 @@ class Engine:
         """Give places to those who wait, in their order."""
         now = time.monotonic()
         with self._changed:
-            late = [answer for answer in self._waiting if answer.is_cancelled or now > answer.deadline]
+            late = [answer for answer in self._waiting if answer.is_over(now)]
             for answer in late:
                 self._waiting.remove(answer)
         for answer in late:
@@ -213,7 +224,7 @@ class Engine:
     def _advance(self, batch: _Batch) -> None:
         """Read a piece of what is to be read, and choose a token for every row."""
         now = time.monotonic()
-        for answer in [answer for answer in batch.pending if answer.is_cancelled or now > answer.deadline]:
+        for answer in [answer for answer in batch.pending if answer.is_over(now)]:
             batch.pending.remove(answer)
             self._end(answer, finish="length")
         needed = {answer.text for answer in batch.pending}
@@ -258,7 +269,7 @@ class Engine:
         num_new = 0
         for row, token in chosen.items():
             answer = batch.rows[row]
-            if answer.is_cancelled:
+            if answer.is_cancelled or answer.is_enough:
                 continue
             if token.token in answer.end_tokens:
                 ended.append(row)
@@ -274,10 +285,11 @@ class Engine:
                 ended.append(row)
                 self._keep(batch, row)
                 self._end(answer, finish="length")
-            elif answer.wakes_each:
+            elif answer.wakes_each and now - answer.last_woken >= WAKE_SECONDS:
+                answer.last_woken = now
                 self._woken.append(answer.wake)
         for row, answer in batch.rows.items():
-            if not answer.is_done and (answer.is_cancelled or now > answer.deadline):
+            if not answer.is_done and answer.is_over(now):
                 ended.append(row)
                 self._end(answer, finish="length")
         if num_new:

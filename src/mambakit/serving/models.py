@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class ServedModel:
     """A model that is in memory."""
 
     id: str
-    place: Path
+    key: str  # of this time that it is in memory
     model: MambaLM
     tokenizer: Tokenizer
     end_tokens: tuple[int, ...]
@@ -47,6 +48,7 @@ class Models:
         self.vocab_size = 0  # of the default model
         self._held: OrderedDict[str, ServedModel] = OrderedDict()
         self._loading = asyncio.Lock()
+        self._numbers = itertools.count()
 
     @property
     def is_run(self) -> bool:
@@ -106,8 +108,7 @@ class Models:
             if idle is None:
                 message = f"{len(self._held)} models are in use, as many as --max-models allows; try again later"
                 raise ApiError(503, message, param="model", code="models_busy")
-            del self._held[idle]
-            self._forget(idle)
+            self._forget(self._held.pop(idle).key)
         try:
             self._held[name] = await asyncio.to_thread(self._open, name, place)
         except CheckpointError as error:
@@ -128,4 +129,6 @@ class Models:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         template = ChatTemplate.of(*found) if (found := read_chat_template(place)) else None
-        return ServedModel(name, place, model, whole_texts(loaded.tokenizer), loaded.end_tokens, template)
+        return ServedModel(
+            name, f"{name} {next(self._numbers)}", model, whole_texts(loaded.tokenizer), loaded.end_tokens, template
+        )

@@ -40,9 +40,12 @@ def serve(settings: Settings) -> int:
         sys.setswitchinterval(SWITCH_SECONDS)
         server = make_server(service)
         say(f"serving {service.models.default} at {place} (API at {place}/v1); Ctrl-C ends it")
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        finally:
+            service.engine.stop()
     if server.num_cut:
-        say(f"{server.num_cut} requests were cut off, {settings.grace:g} s (--grace) after the signal")
+        say(f"{server.num_cut} requests were cut off; --grace SECONDS gives them more time")
     return 1 if server.num_cut else 0
 
 

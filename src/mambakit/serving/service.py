@@ -173,7 +173,7 @@ class Service:
             if len(tokens) < 2:
                 raise ApiError(409, "one token alone has no state to save", param="save_state", code="nothing_to_save")
             listener = Listener()
-            whole = Text(served.id, served.model, tokens[:-1], memory=start, is_shared=False)
+            whole = Text(served.key, served.model, tokens[:-1], memory=start, is_shared=False)
             deadline = time.monotonic() + self.settings.timeout
             answer = Answer(whole, Choice(), 0, frozenset(), deadline, listener.wake, wakes_each=False)
             self.engine.submit([answer])
@@ -185,10 +185,11 @@ class Service:
     def _prompt(self, served: ServedModel, given: str | list[int], after: Saved | None = None) -> Prompt:
         if not isinstance(given, str):
             return self._checked(served, Prompt(given, [], []))
-        if after is not None:
-            return self._checked(served, Prompt(served.tokenizer.encode(given, add_special_tokens=False).ids, [], []))
+        if after is not None and given == "":
+            return Prompt([], [], [])
+        sizes = served.end_tokens, served.model.config.vocab_size
         try:
-            found = Prompt.of(served.tokenizer, given, served.end_tokens, served.model.config.vocab_size)
+            found = Prompt.of(served.tokenizer, given, *sizes, goes_on=after is not None)
         except UserError as error:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from None
         return self._checked(served, found)
@@ -207,7 +208,7 @@ class Service:
 
 
 def _begun(served: ServedModel, prompt: Prompt) -> tuple[Prompt, Text]:
-    return prompt, Text(served.id, served.model, prompt.tokens)
+    return prompt, Text(served.key, served.model, prompt.tokens)
 
 
 def _continued(served: ServedModel, saved: Saved, prompt: Prompt) -> tuple[Prompt, Text]:
@@ -215,7 +216,9 @@ def _continued(served: ServedModel, saved: Saved, prompt: Prompt) -> tuple[Promp
     before = list(saved.tokens) or [saved.token]
     tokens = [*before, *prompt.tokens]
     start = Memory(saved.state, saved.seen.new_empty(1, 0), before[:-1])
-    text = Text(served.id, served.model, tokens, num_cached=len(before) - 1, memory=start, start=start, is_shared=False)
+    text = Text(
+        served.key, served.model, tokens, num_cached=len(before) - 1, memory=start, start=start, is_shared=False
+    )
     return Prompt(tokens, prompt.first_tokens, prompt.space), text
 
 
