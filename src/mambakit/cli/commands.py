@@ -553,6 +553,40 @@ def bench_train(
     return _print_parts(measure_training(names, peers=peers, **sizes, **way), json)
 
 
+def bench_generate(
+    model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]")],
+    batch_size: Annotated[tuple[int, ...], arg(metavar="INT …", help="rows that are continued together")] = (1,),
+    prompt_length: Annotated[int, arg(help="tokens of each prompt")] = 100,
+    new_tokens: Annotated[int, arg(help="tokens of each row that are timed")] = 100,
+    dtype: Annotated[tuple[Literal["auto", "fp32", "bf16", "fp16", "int8"], ...], flag()] = ("auto",),
+    rounds: Annotated[int, arg(help="how often prompts are read and continued")] = 3,
+    temperature: Annotated[float, arg(help="0 takes the likeliest token")] = 0.0,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:
+    """Time how fast a model of random weights reads prompts and writes tokens, beside how fast memory is read.
+
+    For each token all weights are read once, for all rows together; the states of the rows are read and written. "Of
+    memory's rate" is the bytes of weights alone as a share of what memory gives, which is measured in the same run.
+
+    For example:
+      mambakit bench generate --model tiny --new-tokens 8
+      mambakit bench generate --model mamba-130m,mamba2-130m --batch-size 1 4 --dtype fp32 int8 --rounds 1
+
+    Args:
+      model: models by name, one after the other; may be given again
+      dtype: of the weights, one or several; auto: bf16 or fp16 on a GPU, fp32 on a CPU
+    """
+    from ..bench import measure_decoding
+
+    names = [name.strip() for text in model for name in text.split(",")]
+    parts = measure_decoding(
+        names, batch_sizes=batch_size, prompt_length=prompt_length, new_tokens=new_tokens, weights=dtype,
+        rounds=rounds, temperature=temperature, device=device,
+    )  # fmt: skip
+    return _print_parts(parts, json)
+
+
 def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:
     """Each part of a report as it comes, or all of them together as JSON."""
     if as_json:
