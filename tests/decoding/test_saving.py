@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mambakit.decoding import Choice, Decoder, Sampling, Saved, read_row, write_
 from mambakit.decoding.saving import fingerprint
 from mambakit.files import UserError
 from mambakit.model.int8 import quantize_
+from mambakit.model.same_bits import SameBitsLM
 
 CHOICES = {
     "greedy": Choice(Sampling(temperature=0)),
@@ -84,8 +86,15 @@ def test_a_row_goes_on_in_another_process(tmp_path: Path) -> None:
     decoder = _begun(model, CHOICES["sampled"])
     write_row(tmp_path / "row", decoder.save(0), model)
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, "mamba1", str(tmp_path / "row")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     assert json.loads(done.stdout) == _next(decoder)
+
+
+def test_a_row_inside_a_block_of_same_bits_is_refused(tmp_path: Path) -> None:
+    model = SameBitsLM(small_model("mamba1").eval())
+    with pytest.raises(UserError, match="a row of SameBitsLM cannot be put to disk"):
+        write_row(tmp_path / "row", _begun(model, CHOICES["greedy"]).save(0), model)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..files import UserError, new_file, path_of
 from ..model import MambaLM
+from ..model.same_bits import SameBitsLM
 from .decoder import Saved
 from .sampling import Choice, Sampling
 
@@ -35,6 +36,8 @@ NO_SUM = "0" * 64
 
 def write_row(path: str | Path, saved: Saved, model: MambaLM) -> None:
     """Put a row to disk, in a file that does not exist yet."""
+    if isinstance(model, SameBitsLM):
+        raise UserError("a row of SameBitsLM cannot be put to disk; keep its tokens, and read them again")
     row = {
         "model": _about(model),
         "sampling": asdict(saved.choice.sampling),
