@@ -65,6 +65,7 @@ DOORS: dict[str, str] = {
     "checkpoint": "config data files model ops parallel progress reporting",
     "decoding": "files model ops",
     "loaded": "checkpoint decoding model",
+    "serving": "checkpoint decoding device files loaded model progress",
     "evaluation": "checkpoint config data decoding device files model progress",
     "info": "checkpoint config data files",
     "verify": "checkpoint config data files",
@@ -72,7 +73,7 @@ DOORS: dict[str, str] = {
     "training": "checkpoint config data decoding device evaluation files measure model parallel planning presets progress signals",
     "launch": "checkpoint files parallel progress signals training",
     "bench": "config decoding device files measure model ops parallel training",
-    "cli": "bench checkpoint config data device evaluation files info launch loaded parallel planning presets progress reporting signals training verify",
+    "cli": "bench checkpoint config data device evaluation files info launch loaded parallel planning presets progress reporting serving signals training verify",
     "__main__": "cli signals",
     "__init__": "checkpoint config data evaluation loaded model ops reporting training",
 }
@@ -95,7 +96,10 @@ HOMES = {  # of libraries: the only places that import them
     "peft": {"training/lora.py"},
     "gguf": {"checkpoint/gguf.py"},
     "lm_eval": {"evaluation/harness/"},
-    "jinja2": {"evaluation/harness/"},
+    "jinja2": {"evaluation/harness/", "serving/chat.py"},
+    "fastapi": {"serving/app.py"},
+    "starlette": {"serving/app.py"},
+    "uvicorn": {"serving/server.py"},
 }
 WITHOUT_TORCH = (
     "config",

@@ -53,8 +53,9 @@ class NewText:
             self.tokens.pop()
             self.num_old -= 1
 
-    def add(self, token: int) -> str:
-        return self._until_stop(self._decode(token))
+    def add(self, *tokens: int) -> str:
+        """What one token adds; or several at once, which is quicker, but does not say which one brought the stop."""
+        return self._until_stop(self._decode(tokens))
 
     def finish(self) -> str:
         """All that is still held, when no token follows."""
@@ -66,12 +67,12 @@ class NewText:
         self.text = self.tokenizer.decode(self.tokens)
         self.num_given = len(self.text)  # characters of it
 
-    def _decode(self, token: int) -> str:
-        self.tokens.append(token)
+    def _decode(self, new_tokens: Sequence[int]) -> str:
+        self.tokens += new_tokens
         before, self.text = self.text, self.tokenizer.decode(self.tokens)
         adds_nothing = self.text == before  # a special token
         # Bytes of their own, like <0x0A>, are decoded together: the next one may change this one's text.
-        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(token) or "")
+        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(self.tokens[-1]) or "")
         if adds_nothing or self.text.endswith("\ufffd") or is_byte:
             return ""
         new = self.text[self.num_given :]
