@@ -18,7 +18,6 @@ from runs import wait_for
 
 import mambakit
 from mambakit.cli import main
-from mambakit.serving.engine import PIECE
 
 from .servers import LONG, Running, make_model, make_run, serving
 
@@ -275,7 +274,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(folder: Path) -> None:
             before = server.metric("generated_tokens_total")
             waiting = pool.submit(server.text, prompt=long, temperature=0, max_tokens=3)
             answer = waiting.result()
-            assert server.metric("generated_tokens_total") - before > len(long) // PIECE["cpu"]  # one after each piece
+            assert server.metric("generated_tokens_total") - before > 40  # one after each piece that is read
         assert answer == mambakit.load(folder).generate(long, temperature=0, max_new_tokens=3)
 
 
