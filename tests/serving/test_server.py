@@ -316,19 +316,21 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused(tmp_path: Path) -> 
 
 
 def test_every_checkpoint_of_a_run_can_be_asked_for(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "story", 3)
+    run = make_run(tmp_path / "story", 4, broken=2)
     steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
     weights = run / "checkpoints" / steps[0] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
-    with serving(run, max_models=1) as server:
+    with serving(run, max_models=1, max_concurrent=2) as server:
         listed = server.http.get("/v1/models").json()["data"]
         assert [entry["id"] for entry in listed] == ["story", *(f"story/{step}" for step in reversed(steps))]
         assert [entry["id"] for entry in listed if entry["loaded"]] == ["story"]
-        for step in steps[1:]:
+        for step in steps[2:]:
             expected = mambakit.load(run / "checkpoints" / step).generate("the cat", temperature=0, max_new_tokens=10)
             assert server.text(model=f"story/{step}", prompt="the cat", temperature=0, max_tokens=10) == expected
         damaged = server.complete(model=f"story/{steps[0]}", prompt="x")
         assert damaged.status_code == 500 and "is damaged" in damaged.json()["error"]["message"]
+        broken = server.complete(model=f"story/{steps[1]}", prompt="x", n=3)
+        assert broken.status_code == 500 and "weights of this model are not finite" in broken.json()["error"]["message"]
         with server.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": LONG, "stream": True, "temperature": 0}
         ) as busy:
