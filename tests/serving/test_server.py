@@ -90,7 +90,7 @@ def test_a_client_that_goes_away_frees_its_place(client: openai.OpenAI, server: 
     wait_for(lambda: server.num_running() == 0, 10)
     with server.socket() as connection:  # one that waits for the whole answer
         body = b'{"prompt": "x", "temperature": 0, "max_tokens": %d}' % LONG
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         wait_for(lambda: server.num_running() == 1, 10)
     wait_for(lambda: server.num_running() == 0, 10)
@@ -208,7 +208,7 @@ def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
     assert server.http.post("/v1/completions", content=endless()).status_code == 413  # without its length
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{"], ids=str)  # fmt: skip
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: ", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n{"], ids=str)  # fmt: skip
 def test_a_request_that_comes_too_slowly_is_ended(server: Running, sent: bytes) -> None:
     began = time.monotonic()
     with server.socket() as connection:
@@ -222,7 +222,7 @@ def test_a_request_that_comes_too_slowly_is_ended(server: Running, sent: bytes) 
 
 def test_a_connections_second_request_must_come_in_time_too(server: Running) -> None:
     with server.socket() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /hea")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
@@ -303,6 +303,11 @@ def test_a_key_is_asked_for(folder: Path) -> None:
         with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY) as own:
             assert [model.id for model in own.models.list()] == ["small"]
             assert own.models.retrieve("small").id == "small"
+
+
+def test_a_page_of_another_site_is_refused(server: Running) -> None:
+    for host, status in ("evil.example", 403), ("localhost:99", 200), ("[::1]:99", 200), ("127.0.0.1", 200):
+        assert server.http.get("/v1/models", headers={"host": host}).status_code == status
 
 
 def test_a_chat_with_a_model_that_has_no_template_is_refused(tmp_path: Path) -> None:
