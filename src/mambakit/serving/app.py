@@ -101,8 +101,10 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": ModelEntry}, **errors, **_errors(404)})
     async def model(model_id: str) -> Response:
         """One of the models."""
-        service.models.check(model_id)
-        return JSONResponse(next(entry for entry in service.model_entries() if entry["id"] == model_id))
+        found = next((entry for entry in service.model_entries() if entry["id"] == model_id), None)
+        if found is None:
+            raise service.models.no_such(model_id)
+        return JSONResponse(found)
 
     saving = _errors(409) if settings.states else {}
 
