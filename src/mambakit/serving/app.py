@@ -38,10 +38,11 @@ from .service import Job, Service
 from .settings import STATES, ApiError, Settings
 
 BODIES: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-# The page is one file with its own script and style, and asks this server alone.
+# The page is one file with its own script and style, and asks this server alone. It makes no markup of text.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MEANINGS = {
