@@ -20,6 +20,7 @@ from mambakit.decoding import Choice, Decoder, Sampling, Saved, read_row, write_
 from mambakit.decoding.saving import fingerprint
 from mambakit.files import UserError
 from mambakit.model.int8 import quantize_
+from mambakit.model.same_bits import SameBitsLM
 
 CHOICES = {
     "greedy": Choice(Sampling(temperature=0)),
@@ -98,6 +99,37 @@ def test_a_row_of_narrow_weights_goes_on_too(weights: str, tmp_path: Path) -> No
     again = Decoder(model)
     again.restore(0, read_row(tmp_path / "row", model))
     assert _next(again) == _next(decoder)
+
+
+def test_a_row_of_a_model_that_keeps_its_bits_goes_on_too(tmp_path: Path) -> None:
+    model = SameBitsLM(small_model("mamba2").eval(), block_tokens=8)
+    decoder = _begun(model, CHOICES["sampled"])
+    write_row(tmp_path / "row", decoder.save(0), model)
+    again = Decoder(model)
+    again.restore(0, read_row(tmp_path / "row", model))
+    assert _next(again) == _next(decoder)
+    with pytest.raises(UserError, match="another model"):
+        read_row(tmp_path / "row", SameBitsLM(_plain(model), block_tokens=4))
+    with pytest.raises(UserError, match="another model"):
+        read_row(tmp_path / "row", _plain(model))
+    content = bytearray(row_bytes := (tmp_path / "row").read_bytes())
+    length = int.from_bytes(row_bytes[:8], "little")
+    places = json.loads(row_bytes[8 : 8 + length])
+    for name, value in (("layers.2.count", 8), ("layers.2.tokens", 50), ("layers.2.tokens", -1)):
+        begin = 8 + length + places[name]["data_offsets"][0]
+        content[begin : begin + 8] = value.to_bytes(8, "little", signed=True)
+        (tmp_path / "row").write_bytes(content)
+        _with(tmp_path / "row")
+        with pytest.raises(UserError, match=name):
+            read_row(tmp_path / "row", model)
+        content[:] = row_bytes
+
+
+def _plain(model: MambaLM) -> MambaLM:
+    """Of the same weights."""
+    twin = MambaLM(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
 
 
 def test_everything_of_a_row_comes_back(model: MambaLM, tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ def evaluate(
     text_column: TextColumn = None,
     separator: Separator = None,
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    int8: Annotated[bool, flag("also with weights of 8 bits, as for generate --int8")] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> int:
@@ -246,6 +247,7 @@ def evaluate(
       mambakit evaluate run --data shards
       mambakit evaluate run --data shards --baseline gzip --samples 2
       mambakit evaluate run --data letters/ --window 512 --json
+      mambakit evaluate run --data shards --int8
       mambakit evaluate run --tasks lambada_openai,hellaswag,piqa,arc_easy
       mambakit evaluate run other-run --tasks lambada_openai --baseline EleutherAI/pythia-160m --limit 500
       mambakit evaluate run --tasks my-tasks/lambada.yaml
@@ -270,7 +272,7 @@ def evaluate(
             "--samples": samples,
             "--max-tokens": max_tokens,
         }
-        of_text |= {"--text-column": text_column, "--separator": separator}
+        of_text |= {"--text-column": text_column, "--separator": separator, "--int8": int8}
         for name, value in of_text.items():
             if value:
                 raise UserError(f"{name} is for texts, and --tasks for tasks; give one of the two at a time")
@@ -289,7 +291,7 @@ def evaluate(
     from ..evaluation import evaluate as run
 
     text: dict[str, Any] = {"text_column": _with_newlines(text_column), "separator": separator, "split": split}
-    extent = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows}
+    extent = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows, "int8": int8}
     found = run(checkpoint[0], sources, baselines=[*map(str, checkpoint[1:]), *others], **place, **text, **extent)
     if json:
         print_json(found.to_json())
@@ -549,6 +551,40 @@ def bench_train(
     sizes |= {"steps": steps, "warmup_steps": warmup_steps}
     way: dict[str, Any] = {"compiled": compile, "cuda_graph": cuda_graph, "recompute": recompute, "device": device}
     return _print_parts(measure_training(names, peers=peers, **sizes, **way), json)
+
+
+def bench_generate(
+    model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]")],
+    batch_size: Annotated[tuple[int, ...], arg(metavar="INT …", help="rows that are continued together")] = (1,),
+    prompt_length: Annotated[int, arg(help="tokens of each prompt")] = 100,
+    new_tokens: Annotated[int, arg(help="tokens of each row that are timed")] = 100,
+    dtype: Annotated[tuple[Literal["auto", "fp32", "bf16", "fp16", "int8"], ...], flag()] = ("auto",),
+    rounds: Annotated[int, arg(help="how often prompts are read and continued")] = 3,
+    temperature: Annotated[float, arg(help="0 takes the likeliest token")] = 0.0,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:
+    """Time how fast a model of random weights reads prompts and writes tokens, beside how fast memory is read.
+
+    For each token all weights are read once, for all rows together; the states of the rows are read and written. "Of
+    memory's rate" is the bytes of weights alone as a share of what memory gives, which is measured in the same run.
+
+    For example:
+      mambakit bench generate --model tiny --new-tokens 8
+      mambakit bench generate --model mamba-130m,mamba2-130m --batch-size 1 4 --dtype fp32 int8 --rounds 1
+
+    Args:
+      model: models by name, one after the other; may be given again
+      dtype: of the weights, one or several; auto: bf16 or fp16 on a GPU, fp32 on a CPU
+    """
+    from ..bench import measure_decoding
+
+    names = [name.strip() for text in model for name in text.split(",")]
+    parts = measure_decoding(
+        names, batch_sizes=batch_size, prompt_length=prompt_length, new_tokens=new_tokens, weights=dtype,
+        rounds=rounds, temperature=temperature, device=device,
+    )  # fmt: skip
+    return _print_parts(parts, json)
 
 
 def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:

@@ -63,7 +63,7 @@ def _read_text() -> str:
     lines = [input("> ")]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(input("… "))
+        lines.append(input("... "))
     return "\n".join(lines)
 
 

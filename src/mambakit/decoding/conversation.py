@@ -53,7 +53,8 @@ class Conversation:
         self.change(**settings)
 
     def change(self, **settings: Any) -> None:
-        """Change settings for what follows."""
+        """Change settings for what follows. A text that goes on takes a new seed too."""
+        seed = settings.get("seed")
         own: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "stop_strings": self.stop_strings,
@@ -63,11 +64,9 @@ class Conversation:
         sampling = replace(self.sampling, **settings)
         check_options(sampling, own["seed"], own["max_new_tokens"], own["stop_strings"])
         self.sampling, self.max_new_tokens = sampling, own["max_new_tokens"]
-        self.stop_strings = list(own["stop_strings"])
-        if own["seed"] != self.seed:
-            self.seed = own["seed"]
-            if self._saved is not None and self.seed is not None:
-                self._saved = replace(self._saved, choice=replace(self._saved.choice, seed=self.seed))
+        self.stop_strings, self.seed = list(own["stop_strings"]), own["seed"]
+        if self._saved is not None and seed is not None:
+            self._saved = replace(self._saved, choice=replace(self._saved.choice, seed=seed))
 
     @property
     def has_begun(self) -> bool:
@@ -87,26 +86,18 @@ class Conversation:
         `is_stopped` is asked before each token. What was read and written is kept, also where the caller takes no more
         pieces; an error, or an interrupt, leaves everything as it was. With max_new_tokens=0 a text is only read."""
         self._decoder.drop(self._decoder.rows)
-        saved, turn = self._saved, Turn()
-        begin, self._row = time.perf_counter(), self._row + 1
-        if text is None:
-            if saved is None or self.has_ended:
-                raise UserError("there is nothing to go on with; give a text to go on from")
-            known = self._known()
-            new_text = NewText(self.tokenizer, Prompt(known[-LOOK_BACK:], [], []), self.stop_strings)
-            seen = saved.seen.clone()
-            seen[[token for token in known if token < len(seen)]] = True
-            choice = replace(saved.choice, sampling=self.sampling)
-            self._decoder.restore(self._row, replace(saved, choice=choice, seen=seen))
+        begin, self._row, turn = time.perf_counter(), self._row + 1, Turn()
+        pieces: Iterator[str] = iter(())
+        if text is None or (text == "" and self.has_begun):
+            pieces = self._steps(*self._go_on(), turn, is_stopped)
         elif self.max_new_tokens == 0:
             turn.num_read = self._read_only(text)
         else:
             known, new_text, turn.num_read = self._begin(text)
+            pieces = self._steps(known, new_text, turn, is_stopped)
         turn.read_seconds = time.perf_counter() - begin
         self.turn = turn
-        if text is not None and self.max_new_tokens == 0:
-            return iter(())
-        return self._steps(known, new_text, turn, is_stopped)
+        return pieces
 
     def save(self, path: str | Path) -> None:
         """Put the row to disk, as `write_row` does."""
@@ -162,6 +153,17 @@ class Conversation:
         choice = Choice(self.sampling, row_seed(self.seed, self._turns))
         self._saved, self._turns = Saved(state, new[-1], choice, 0, seen, known), self._turns + 1
         return len(new)
+
+    def _go_on(self) -> tuple[list[int], NewText]:
+        """Take the row up again: (all tokens, the new text)."""
+        saved, known = self._saved, self._known()
+        if saved is None or self.has_ended:
+            raise UserError(f"{'the text has ended' if saved else 'there is no text yet'}; give one to go on from")
+        seen = saved.seen.clone()
+        seen[[token for token in known if token < len(seen)]] = True
+        choice = replace(saved.choice, sampling=self.sampling)
+        self._decoder.restore(self._row, replace(saved, choice=choice, seen=seen))
+        return known, NewText(self.tokenizer, Prompt(known[-LOOK_BACK:], [], []), self.stop_strings)
 
     def _begin(self, text: str) -> tuple[list[int], NewText, int]:
         """Read a text, and begin a row after it: (all tokens, the new text, how many were read)."""

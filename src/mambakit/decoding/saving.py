@@ -12,7 +12,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from ..files import UserError, new_file, path_of
-from ..model import MambaLM
+from ..model import MambaLM, State
 from .decoder import Saved
 from .sampling import Choice, Sampling
 
 FORMAT, VERSION = "mambakit row", "1"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+}  # fmt: skip
 LARGEST_HEADER = 16 * 2**20
 LONGEST_TEXT = 2**26  # tokens
 NO_SUM = "0" * 64
@@ -43,7 +45,7 @@ def write_row(path: str | Path, saved: Saved, model: MambaLM) -> None:
         "count": saved.count,
         "token": saved.token,
     }  # first_tokens are left out: the first token was chosen
-    tensors = _state_tensors(saved)
+    tensors = _state_tensors(saved.state)
     tensors["tokens"] = torch.tensor(list(saved.tokens), dtype=torch.int32)
     tensors["seen"] = saved.seen.to(torch.uint8)
     names = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "I32", torch.uint8: "U8"}
@@ -66,7 +68,9 @@ def read_row(path: str | Path, model: MambaLM) -> Saved:
         raise UserError(f"{path} does not exist, or is no file; name the file of a saved row")
     with path.open("rb") as file:
         header, content = _read_header(path, file)
-        row, expected = header.row, _shapes(model)
+        like = model.initial_state(1)
+        row, expected = header.row, {name: tuple(each.shape) for name, each in _state_tensors(like).items()}
+        expected["seen"] = (model.config.vocab_size,)
         if {name: shape for name, (_, shape) in header.tensors.items() if name != "tokens"} != expected:
             _check_model(path, row, model)
             raise _not_a_row(path, "its tensors are not those of a row of this model")
@@ -80,12 +84,18 @@ def read_row(path: str | Path, model: MambaLM) -> Saved:
     for name, (begin, end) in header.places.items():
         dtype = {**DTYPES, "I32": torch.int32, "U8": torch.uint8}[header.tensors[name][0]]
         tensors[name] = memory[begin:end].view(dtype).reshape(header.tensors[name][1])
-    state = model.state_of([tensors[name].to(model.device, copy=True) for name in expected if name != "seen"])
+    state = State(
+        tuple(
+            {name: tensors[f"layers.{i}.{name}"].to(model.device, copy=True) for name in layer}
+            for i, layer in enumerate(like.layers)
+        )
+    )
     sampling = Sampling(**row["sampling"])
     choice = Choice(sampling, row["seed"], logprobs=row["logprobs"])
     vocab_size, tokens = model.config.vocab_size, tensors["tokens"].tolist()
     problems = [
         *sampling.check(),
+        *(f"{name}={tensors[name].tolist()}" for name in _wrong_integers(tensors, model)),
         *(f"{name}={row[name]}" for name in ("seed", "count") if not -(2**63) <= row[name] < 2**63),
         *(f"token {each}" for each in {row["token"], *tokens} if not 0 <= each < model.config.padded_vocab_size),
         *([f"logprobs={row['logprobs']}"] if not 0 <= (row["logprobs"] or 0) <= vocab_size else []),
@@ -171,15 +181,18 @@ def _entries(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, di
     return entries
 
 
-def _shapes(model: MambaLM) -> dict[str, tuple[int, ...]]:
-    """Of all tensors but the text, the state's first."""
-    one = model.config.dims.state_shapes()
-    state = {f"layers.{i}.{name}": (1, *one[name]) for i in range(model.config.num_layers) for name in one}
-    return {**state, "seen": (model.config.vocab_size,)}
+def _state_tensors(state: State) -> dict[str, Tensor]:
+    return {f"layers.{i}.{name}": each for i, layer in enumerate(state.layers) for name, each in layer.items()}
 
 
-def _state_tensors(saved: Saved) -> dict[str, Tensor]:
-    return {f"layers.{i}.{name}": each for i, layer in enumerate(saved.state.layers) for name, each in layer.items()}
+def _wrong_integers(tensors: Mapping[str, Tensor], model: MambaLM) -> Iterator[str]:
+    """Parts of the state that are token ids, or how many of them there are, and cannot be."""
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int64:
+            others = tensors.get(name.removesuffix("count") + "tokens")
+            limit = others.shape[-1] if name.endswith("count") and others is not None else model.config.vocab_size
+            if bool(((tensor < 0) | (tensor >= limit)).any()):
+                yield name
 
 
 def _checksum(header: bytes, data: Iterable[memoryview]) -> str:
@@ -220,7 +233,8 @@ def fingerprint(model: MambaLM) -> str:
     """sha256 over what the model computes: its settings, and all of its weights. Kept until a weight changes."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     marks = tuple((each.data_ptr(), None if each.is_inference() else each._version) for each in tensors.values())
-    settings = model.config.model_dump(exclude={"dropout"})
+    settings = {**model.config.model_dump(exclude={"dropout"}), "computed_by": type(model).__name__}
+    settings["block_tokens"] = getattr(model, "block_tokens", None)  # of SameBitsLM
     stamp = (settings, marks)
     known = _known.get(model)
     if known is not None and known[0] == stamp:
