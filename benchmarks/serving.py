@@ -4,10 +4,11 @@
     python benchmarks/serving.py --smoke           a small model for a few seconds, on any machine
 
 The server is a process of its own, `mambakit serve`, asked over loopback by clients in further processes, so that
-none waits for another's Python. Each client asks again as soon as it has its answer: prompts of 64 to 128 tokens
-and --new-tokens new ones, all greedy; half of the clients stream. Nothing may be lost, and each answer must be that of
-the same request alone. Random weights, unless a checkpoint is given: speed does not depend on them. The decoder's rate
-is measured before and after in this process, while the server waits: the same prompts, with their reading.
+none waits for another's Python. Each client asks again as soon as it has its answer: prompts of 64 to 128 tokens, and
+--new-tokens new ones, all greedy; half of the clients stream. Nothing may be lost, and in fp32 each answer must be that
+of the same request alone (in bf16, a product of more rows may round differently). Random weights, unless a checkpoint
+is given: speed does not depend on them. The decoder's rate is measured before and after in this process, while the
+server waits: the same prompts, with their reading.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from mambakit.device import choose_device
 from mambakit.measure import environment
 
 SMOKE: dict[str, Any] = {"kind": "mamba2", "d_model": 128, "num_layers": 2}
-NUM_PROMPTS = 64
 
 
 def make_checkpoint(folder: Path, name: str, dtype: torch.dtype, smoke: bool) -> Path:
@@ -53,9 +53,9 @@ def make_checkpoint(folder: Path, name: str, dtype: torch.dtype, smoke: bool) ->
     return folder
 
 
-def make_prompts(vocab_size: int) -> list[list[int]]:
+def make_prompts(vocab_size: int, count: int) -> list[list[int]]:
     generator = random.Random(0)
-    return [[generator.randrange(vocab_size) for _ in range(generator.randint(64, 128))] for _ in range(NUM_PROMPTS)]
+    return [[generator.randrange(vocab_size) for _ in range(generator.randint(64, 128))] for _ in range(count)]
 
 
 def decoder_rate(model: MambaLM, prompts: list[list[int]], batch: int, new_tokens: int, seconds: float) -> float:
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 2) // 2)), help="of clients")
+    parser.add_argument("--prompts", type=int, default=32, help="different ones; each is asked for alone first")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
@@ -184,7 +185,7 @@ def main() -> None:
         place = arguments.checkpoint or make_checkpoint(Path(folder) / "model", arguments.model, dtype, arguments.smoke)
         loaded = mambakit.load(place)
         model = loaded.model.requires_grad_(False).to(device)
-        prompts = make_prompts(model.config.vocab_size)
+        prompts = make_prompts(model.config.vocab_size, arguments.prompts)
         share = arguments.seconds / 12
         decoder_rate(model, prompts, arguments.clients, 4, 0)  # compiles
         before = decoder_rate(model, prompts, arguments.clients, arguments.new_tokens, share)

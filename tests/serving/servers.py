@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -29,13 +30,15 @@ TEMPLATE = (
 LONG = 200_000  # tokens that no test waits for
 
 
-def make_model(folder: Path, *, seed: int = 0, template: str | None = TEMPLATE, to: str = "huggingface") -> Path:
+def make_model(
+    folder: Path, *, seed: int = 0, template: str | None = TEMPLATE, to: str = "huggingface", end: float = 0.0
+) -> Path:
     """A model of bytes with random weights. Its likeliest token is never the end of the text."""
     torch.manual_seed(seed)
     tokenizer = bytes_tokenizer()
     model = small_model("mamba2", vocab_size=vocab_size(tokenizer))
     with torch.no_grad():
-        model.backbone.embedding.weight[tokenizer.token_to_id("<|endoftext|>")] = 0
+        model.backbone.embedding.weight[tokenizer.token_to_id("<|endoftext|>")] = end
     save(model, folder, tokenizer=tokenizer, to=to)
     if template is not None:
         path = folder / "tokenizer_config.json"
@@ -43,10 +46,11 @@ def make_model(folder: Path, *, seed: int = 0, template: str | None = TEMPLATE, 
     return folder
 
 
-def make_run(folder: Path, num_steps: int) -> Path:
-    """A run with checkpoints of several steps, each with other weights."""
+def make_run(folder: Path, num_steps: int, broken: int = 0) -> Path:
+    """A run with checkpoints of several steps, each with other weights; those of one step are not finite."""
     for step in range(1, num_steps + 1):
-        make_model(folder / "checkpoints" / f"step_{step:08d}", seed=step, template=None, to="native")
+        value = math.nan if step == broken else 0.0
+        make_model(folder / "checkpoints" / f"step_{step:08d}", seed=step, template=None, to="native", end=value)
     return folder
 
 

@@ -18,7 +18,6 @@ from runs import wait_for
 
 import mambakit
 from mambakit.cli import main
-from mambakit.serving.engine import PIECE
 
 from .servers import LONG, Running, make_model, make_run, serving
 
@@ -91,7 +90,7 @@ def test_a_client_that_goes_away_frees_its_place(client: openai.OpenAI, server: 
     wait_for(lambda: server.num_running() == 0, 10)
     with server.socket() as connection:  # one that waits for the whole answer
         body = b'{"prompt": "x", "temperature": 0, "max_tokens": %d}' % LONG
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         wait_for(lambda: server.num_running() == 1, 10)
     wait_for(lambda: server.num_running() == 0, 10)
@@ -209,7 +208,7 @@ def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
     assert server.http.post("/v1/completions", content=endless()).status_code == 413  # without its length
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{"], ids=str)  # fmt: skip
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: ", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n{"], ids=str)  # fmt: skip
 def test_a_request_that_comes_too_slowly_is_ended(server: Running, sent: bytes) -> None:
     began = time.monotonic()
     with server.socket() as connection:
@@ -223,7 +222,7 @@ def test_a_request_that_comes_too_slowly_is_ended(server: Running, sent: bytes) 
 
 def test_a_connections_second_request_must_come_in_time_too(server: Running) -> None:
     with server.socket() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /hea")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
@@ -275,7 +274,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(folder: Path) -> None:
             before = server.metric("generated_tokens_total")
             waiting = pool.submit(server.text, prompt=long, temperature=0, max_tokens=3)
             answer = waiting.result()
-            assert server.metric("generated_tokens_total") - before > len(long) // PIECE["cpu"]  # one after each piece
+            assert server.metric("generated_tokens_total") - before > 40  # one after each piece that is read
         assert answer == mambakit.load(folder).generate(long, temperature=0, max_new_tokens=3)
 
 
@@ -306,6 +305,11 @@ def test_a_key_is_asked_for(folder: Path) -> None:
             assert own.models.retrieve("small").id == "small"
 
 
+def test_a_page_of_another_site_is_refused(server: Running) -> None:
+    for host, status in ("evil.example", 403), ("localhost:99", 200), ("[::1]:99", 200), ("127.0.0.1", 200):
+        assert server.http.get("/v1/models", headers={"host": host}).status_code == status
+
+
 def test_a_chat_with_a_model_that_has_no_template_is_refused(tmp_path: Path) -> None:
     with serving(make_model(tmp_path / "plain", template=None)) as server:
         answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
@@ -317,19 +321,21 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused(tmp_path: Path) -> 
 
 
 def test_every_checkpoint_of_a_run_can_be_asked_for(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "story", 3)
+    run = make_run(tmp_path / "story", 4, broken=2)
     steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
     weights = run / "checkpoints" / steps[0] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
-    with serving(run, max_models=1) as server:
+    with serving(run, max_models=1, max_concurrent=2) as server:
         listed = server.http.get("/v1/models").json()["data"]
         assert [entry["id"] for entry in listed] == ["story", *(f"story/{step}" for step in reversed(steps))]
         assert [entry["id"] for entry in listed if entry["loaded"]] == ["story"]
-        for step in steps[1:]:
+        for step in steps[2:]:
             expected = mambakit.load(run / "checkpoints" / step).generate("the cat", temperature=0, max_new_tokens=10)
             assert server.text(model=f"story/{step}", prompt="the cat", temperature=0, max_tokens=10) == expected
         damaged = server.complete(model=f"story/{steps[0]}", prompt="x")
         assert damaged.status_code == 500 and "is damaged" in damaged.json()["error"]["message"]
+        broken = server.complete(model=f"story/{steps[1]}", prompt="x", n=3)
+        assert broken.status_code == 500 and "weights of this model are not finite" in broken.json()["error"]["message"]
         with server.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": LONG, "stream": True, "temperature": 0}
         ) as busy:

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import importlib.resources
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -43,6 +44,7 @@ PAGE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MEANINGS = {
     400: "the request is not as it should be; the message says what is wrong",
     401: "the key is missing, or is another one",
@@ -100,8 +102,10 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": ModelEntry}, **errors, **_errors(404)})
     async def model(model_id: str) -> Response:
         """One of the models."""
-        service.models.check(model_id)
-        return JSONResponse(next(entry for entry in service.model_entries() if entry["id"] == model_id))
+        found = next((entry for entry in service.model_entries() if entry["id"] == model_id), None)
+        if found is None:
+            raise service.models.no_such(model_id)
+        return JSONResponse(found)
 
     saving = _errors(409) if settings.states else {}
 
@@ -172,6 +176,7 @@ class _Gate:
         began = time.monotonic()
         limit = self.settings.timeout + 2 * self.settings.read_timeout  # a client that does not read its answer
         try:
+            self._check_host(scope)
             self._check_key(scope)
             body = await self._body(scope, receive)
             if body is not None:
@@ -185,11 +190,22 @@ class _Gate:
                 self.metrics.add("requests", path=scope["path"], status=str(status))
                 self.metrics.observe("request_seconds", time.monotonic() - began)
 
+    def _check_host(self, scope: Scope) -> None:
+        """A page of another site may have a name that leads to this machine, and so ask a server that needs no key."""
+        if self.settings.api_key is not None or self.settings.host not in LOOPBACK:
+            return
+        given = _header(scope, b"host").decode("latin-1")
+        if re.sub(r":\d*$", "", given).strip("[]").lower() not in LOOPBACK:
+            message = (
+                f"the server answers to localhost alone, and the request is for {given!r}; start it with --api-key"
+            )
+            raise ApiError(403, message, code="wrong_host")
+
     def _check_key(self, scope: Scope) -> None:
         key = self.settings.api_key
         if key is None or not scope["path"].startswith("/v1/"):
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        given = _header(scope, b"authorization")
         if not hmac.compare_digest(given, b"Bearer " + key.encode()):
             message = "the key of the server is missing, or wrong; send it as Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -202,7 +218,7 @@ class _Gate:
             413, f"the body is larger than {most} bytes (--max-body-kb of the server)", code="body_too_large",
             headers=closing,
         )  # fmt: skip
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        length = _header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > most:
             raise too_large
         until = time.monotonic() + self.settings.read_timeout
@@ -221,6 +237,10 @@ class _Gate:
                 raise too_large
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:

@@ -43,7 +43,6 @@ class Text:
     num_cached: int = 0  # tokens that the prefix cache knew
     memory: Memory | None = None  # of what was read
     start: Memory | None = None  # of a saved state that the text goes on from
-    is_begun: bool = False
     is_shared: bool = True  # whether the prefix cache may know it
 
     @property
@@ -200,20 +199,25 @@ class Engine:
             self._end(answer, error=error)
         while self._waiting and self.num_running < self.max_concurrent:
             answer = self._waiting[0]
-            text = answer.text
-            if text.model_id not in self._batches:
-                self._batches[text.model_id] = _Batch(text.model_id, text.model, self.max_concurrent)
-            batch = self._batches[text.model_id]
-            if not text.is_begun:
-                self._begin(batch, text)
-                if answer.max_new_tokens:
-                    self.metrics.add("prompt_tokens", len(text.tokens))
-                    self.metrics.add("cached_prompt_tokens", text.num_cached)
-            batch.pending.append(answer)  # before it leaves the queue, so that it is always counted
+            try:
+                self._place(answer)  # before it leaves the queue, so that it is always counted
+            except Exception as error:  # there is no memory for a batch
+                self._end(answer, error=_told(error))
             self._waiting.popleft()
 
+    def _place(self, answer: Answer) -> None:
+        text = answer.text
+        if text.model_id not in self._batches:
+            self._batches[text.model_id] = _Batch(text.model_id, text.model, self.max_concurrent)
+        batch = self._batches[text.model_id]
+        if not text.is_read and text not in batch.reading:
+            self._begin(batch, text)
+            if answer.max_new_tokens:
+                self.metrics.add("prompt_tokens", len(text.tokens))
+                self.metrics.add("cached_prompt_tokens", text.num_cached)
+        batch.pending.append(answer)
+
     def _begin(self, batch: _Batch, text: Text) -> None:
-        text.is_begun = True
         if text.is_shared and self.prefixes.max_bytes:
             text.memory = self.prefixes.longest(text.model_id, text.tokens)
             self.metrics.add("prefix_cache_misses" if text.memory is None else "prefix_cache_hits")
@@ -320,11 +324,17 @@ class Engine:
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
         """A batch that cannot go on: its answers get the error, and the next ones a new decoder."""
-        is_known = isinstance(error, UserError)
-        if not is_known:
-            say("".join(traceback.format_exception(error)))
-        message = str(error) if is_known else f"the server failed: {type(error).__name__}: {error}"
+        told = _told(error)
         for answer in (*batch.pending, *batch.rows.values()):
             if not answer.is_done:
-                self._end(answer, error=ApiError(500, message, code="engine_failed"))
+                self._end(answer, error=told)
         del self._batches[batch.model_id]
+
+
+def _told(error: Exception) -> ApiError:
+    """What clients get to know of a fault. The server's own terminal has all of it."""
+    is_known = isinstance(error, UserError)
+    if not is_known:
+        say("".join(traceback.format_exception(error)))
+    message = str(error) if is_known else f"the server failed: {type(error).__name__}: {error}"
+    return ApiError(500, message, code="engine_failed")

@@ -18,6 +18,7 @@ from ..checkpoint.loading import read_chat_template
 from ..checkpoint.native import checkpoints, find
 from ..decoding import generate_tokens, whole_texts
 from ..device import DTYPES, choose_device
+from ..files import UserError
 from ..loaded import load
 from ..model import MambaLM
 from ..model.int8 import quantize_
@@ -76,17 +77,16 @@ class Models:
     def held(self) -> list[str]:
         return list(self._held)
 
-    def check(self, model_id: str) -> None:
-        if model_id not in self._held and model_id not in (places := self.places()):
-            names = ", ".join([*places][:5]) + (", …" if len(places) > 5 else "")
-            message = f"there is no model {model_id!r} here; the models are {names} (GET /v1/models)"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def no_such(self, model_id: str) -> ApiError:
+        places = self.places()
+        names = ", ".join([*places][:5]) + (", …" if len(places) > 5 else "")
+        message = f"there is no model {model_id!r} here; the models are {names} (GET /v1/models)"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     @contextlib.asynccontextmanager
     async def use(self, model_id: str | None) -> AsyncIterator[ServedModel]:
         """A model that stays in memory inside the block."""
         name = model_id or self.default
-        self.check(name)
         if name not in self._held:
             async with self._loading:
                 if name not in self._held:
@@ -102,7 +102,7 @@ class Models:
     async def _load(self, name: str) -> None:
         place = self.places().get(name)
         if place is None:
-            raise ApiError(404, f"the checkpoint {name} was deleted", param="model", code="model_not_found")
+            raise self.no_such(name)
         while len(self._held) >= self.settings.max_models:
             idle = next((each for each, served in self._held.items() if not served.num_users), None)
             if idle is None:
@@ -111,7 +111,7 @@ class Models:
             self._forget(self._held.pop(idle).key)
         try:
             self._held[name] = await asyncio.to_thread(self._open, name, place)
-        except CheckpointError as error:
+        except UserError as error:
             raise ApiError(
                 500, f"the model {name} cannot be used: {error}", param="model", code="model_damaged"
             ) from None
