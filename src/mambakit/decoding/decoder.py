@@ -105,7 +105,7 @@ class Decoder:
         """A token of each row that has one: of new rows the first, else the next of all. On a GPU one more step is
         under way when this returns."""
         if self.rows and self._stepper and (self.device.type == "cuda" or not self._waiting):
-            chosen = self._stepper.step(len(self.rows), self._settings.rows(len(self.rows)), Needs.of(self._choices))
+            chosen = self._stepper.step(len(self.rows), self._settings, Needs.of(self._choices))
             self._waiting.append(_Round(list(self.rows), list(self._choices), chosen))
         if not self._waiting:
             return {}

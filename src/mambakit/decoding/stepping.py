@@ -22,8 +22,8 @@ class Stepper:
         return [*self.state.tensors(), self.tokens]
 
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
-        """A token for each of the first rows."""
-        chosen = choose(self._scores(rows), settings, needs)
+        """A token for each of the first rows; `settings` are of all places."""
+        chosen = choose(self._scores(rows), settings.rows(rows), needs)
         self.tokens[:rows] = chosen.tokens
         return chosen
 
@@ -39,8 +39,13 @@ class Stepper:
 def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
     """The fastest there is for this model. `like`: a state of one row."""
     if model.device.type == "cpu":
-        from .cpu import CpuStepper, why_not
+        from . import cpu
 
-        if why_not(model) is None:
-            return CpuStepper(model, like, capacity)
+        if cpu.why_not(model) is None:
+            return cpu.CpuStepper(model, like, capacity)
+    if model.device.type == "cuda":
+        from . import graphs
+
+        if graphs.why_not(model) is None:
+            return graphs.GraphStepper(model, like, capacity)
     return Stepper(model, like, capacity)

@@ -1,0 +1,217 @@
+"""Steps on a GPU: a few kernels a layer, and the whole step, choices included, one CUDA graph.
+
+A graph serves the first so many rows, a power of two or all that there is memory for; rows that are not in use compute
+something of no meaning in places that are not in use. A replay neither allocates nor waits for the host. The second
+step of a kind is captured: the first one has compiled the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Mamba1Dims
+from ..model import MambaLM, State
+from ..model.int8 import Int8Embedding, Int8Linear
+from ..model.layers import DtProjection, Embedding
+from ..model.mamba1 import Mamba1
+from ..model.mamba2 import Mamba2
+from ..ops.gpu import why_no_triton
+from ..ops.gpu.sizes import DECODING_STATES, DECODING_TAPS
+from ..progress import say
+from .sampling import Chosen, Needs, Settings, choose
+from .stepping import Stepper
+
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_GRAPHS = 64  # kept at a time
+
+
+def why_not(model: MambaLM) -> str | None:
+    """Why a model cannot be stepped by these kernels."""
+    if model.device.type != "cuda":
+        return f"it is on {model.device.type}"
+    return why_no_triton(model.device.index or 0) or why_no_kernels(model)
+
+
+def why_no_kernels(model: MambaLM) -> str | None:
+    """The same, on any device: in Triton's interpreter the kernels run on a CPU."""
+    dims: Any = model.config.dims
+    if dims.num_ranks > 1:
+        return "ranks share its layers"
+    if dims.state_size > DECODING_STATES or dims.conv_width > DECODING_TAPS:
+        return f"it has more than {DECODING_STATES} states of a channel or {DECODING_TAPS} taps of the convolution"
+    if type(model.backbone.embedding) not in (Embedding, Int8Embedding):
+        return "its embedding is of another kind"
+    linear: list[Any] = [model.lm_head]
+    for block in model.blocks():
+        if type(block.mixer) not in (Mamba1, Mamba2):
+            return "its layers are of another kind"
+        linear += [block.mixer.in_proj, block.mixer.out_proj]
+        linear += [block.mixer.x_proj, block.mixer.dt_proj] if isinstance(block.mixer, Mamba1) else []
+    if any(type(layer) not in (nn.Linear, Int8Linear, DtProjection) for layer in linear):
+        return "its layers have adapters"
+    if any(layer.weight.dtype not in (*DTYPES, torch.int8) for layer in linear) or _dtype(model) not in DTYPES:
+        return "its weights are neither fp32 nor bf16"
+    if any(parameter.device != model.device for parameter in model.parameters()):
+        return "its weights are on several devices"
+    return None
+
+
+class KernelStepper(Stepper):
+    """Steps by kernels of their own, launched one by one."""
+
+    def __init__(self, model: MambaLM, like: State, capacity: int) -> None:
+        from ..ops.gpu.decode import TokenKernels
+
+        super().__init__(model, like, capacity)
+        config = model.config
+        layers = [self._layer(i) for i in range(config.num_layers)]
+        embedding: Any = model.backbone.embedding
+        self.kernels = TokenKernels(
+            _shape(model), layers, model.backbone.norm_f.weight.detach(), _matrix(model.lm_head), _matrix(embedding),
+            vocab_size=config.vocab_size, capacity=capacity, dtype=_dtype(model),
+        )  # fmt: skip
+        self._chosen = torch.zeros(capacity, dtype=torch.int64, device=model.device)
+        self._is_finite = torch.zeros(capacity, dtype=torch.bool, device=model.device)
+
+    def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
+        if needs.noise or needs.penalty or needs.logprobs is not None:
+            chosen = choose(self._scores(rows), settings.rows(rows), needs)
+            self.tokens[:rows] = chosen.tokens
+            return chosen
+        self._scores(rows)
+        self.kernels.choose_likeliest(rows, self.tokens, self._chosen, self._is_finite, settings.count)
+        return Chosen(self._chosen[:rows], self._is_finite[:rows])
+
+    def _scores(self, rows: int) -> Tensor:
+        return self.kernels.scores(self.tokens[:rows])
+
+    def _layer(self, number: int) -> Any:
+        from ..ops.gpu.decode import Layer
+
+        block = self.model.blocks()[number]
+        mixer: Any = block.mixer
+        conv: nn.Conv1d = mixer.conv1d
+        state = self.state.layers[number]
+        assert state["ssm"].dtype == torch.float32
+        if isinstance(mixer, Mamba1):
+            x_proj, dt_proj = _matrix(mixer.x_proj), mixer.dt_proj.weight.detach()
+            own: dict[str, Any] = {"x_proj": x_proj, "dt_proj": dt_proj, "dt_bias": mixer.dt_proj.bias.detach()}
+        else:
+            own = {"gated_norm": mixer.norm.weight.detach(), "dt_bias": mixer.dt_bias.detach()}
+        return Layer(
+            norm=block.norm.weight.detach(), in_proj=_matrix(mixer.in_proj), out_proj=_matrix(mixer.out_proj),
+            conv=conv.weight.detach().squeeze(1).contiguous(),
+            conv_bias=None if conv.bias is None else conv.bias.detach(),
+            A_log=mixer.A_log.detach(), D=mixer.D.detach(), window=state["conv"], state=state["ssm"], **own,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    chosen: Chosen
+
+
+class GraphStepper(KernelStepper):
+    """Steps by replays of CUDA graphs."""
+
+    def __init__(self, model: MambaLM, like: State, capacity: int) -> None:
+        super().__init__(model, like, capacity)
+        self._captured: dict[Any, _Captured | None] = {}  # None: has run once
+        self._pool = torch.cuda.graph_pool_handle()  # of all graphs, which take turns
+        self._stream = torch.cuda.Stream(model.device)
+        self._is_refused = False
+
+    def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
+        """What it gives is overwritten by the next step, after all that this stream was given before."""
+        if self._is_refused:
+            return super().step(rows, settings, needs)
+        places = min(1 << (rows - 1).bit_length(), len(self.tokens))
+        needs = _rounded(needs, self.model.config.vocab_size)
+        key = places, needs, settings.count.data_ptr()
+        with torch.cuda.device(self.model.device):
+            if key not in self._captured:
+                self._captured[key] = None
+                return _first(super().step(places, settings, needs), rows)
+            captured = self._captured[key] or self._capture(places, settings, needs)
+            if captured is None:
+                return super().step(rows, settings, needs)
+            self._captured[key] = captured
+            captured.graph.replay()
+        return _first(captured.chosen, rows)
+
+    def _capture(self, places: int, settings: Settings, needs: Needs) -> _Captured | None:
+        if sum(captured is not None for captured in self._captured.values()) >= MOST_GRAPHS:
+            torch.cuda.synchronize(self.model.device)
+            self._captured.clear()
+        current = torch.cuda.current_stream(self.model.device)
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Other threads may make calls that a capture forbids.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                chosen = super().step(places, settings, needs)
+            except RuntimeError as error:  # too little memory, for example
+                why = str(error).splitlines()[0]
+                say(f"decoding is not captured as a CUDA graph, and so may be slower: {why}")
+                self._is_refused = True
+                self._captured.clear()
+            finally:
+                _end(graph, self._is_refused)
+        current.wait_stream(self._stream)
+        return None if self._is_refused else _Captured(graph, chosen)
+
+
+def _end(graph: torch.cuda.CUDAGraph, has_failed: bool) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        if not has_failed:  # else the first error was told
+            raise
+
+
+def _rounded(needs: Needs, vocab_size: int) -> Needs:
+    """Needs that cover these, of fewer kinds, so that there are fewer graphs."""
+    if not needs.noise:
+        needs = replace(needs, order=False, min_p=False)
+    if needs.logprobs:
+        needs = replace(needs, logprobs=min(1 << (needs.logprobs - 1).bit_length(), vocab_size))
+    return needs
+
+
+def _first(chosen: Chosen, rows: int) -> Chosen:
+    every = chosen.tokens, chosen.is_finite, chosen.logprobs, chosen.likeliest, chosen.likeliest_logprobs
+    tokens, is_finite, *others = (None if tensor is None else tensor[:rows] for tensor in every)
+    assert tokens is not None and is_finite is not None
+    return Chosen(tokens, is_finite, *others)
+
+
+def _dtype(model: MambaLM) -> torch.dtype:
+    """In which rows are multiplied by matrices."""
+    return model.backbone.norm_f.weight.dtype
+
+
+def _shape(model: MambaLM) -> Any:
+    from ..ops.gpu.decode import Shape
+
+    config, dims = model.config, model.config.dims
+    sizes = config.d_model, dims.d_inner, dims.state_size, config.norm_eps
+    if isinstance(dims, Mamba1Dims):
+        return Shape(*sizes, dt_rank=dims.dt_rank, bcdt_eps=dims.bcdt_norm_eps if dims.bcdt_norm else None)
+    return Shape(
+        *sizes, num_heads=dims.num_heads, num_groups=dims.num_groups, norm_eps=dims.norm_eps,
+        norm_group=dims.norm_group, dt_limit=dims.dt_limit,
+    )  # fmt: skip
+
+
+def _matrix(layer: nn.Linear | Int8Linear | nn.Embedding | Int8Embedding) -> Any:
+    from ..ops.gpu.decode import Matrix
+
+    bias = getattr(layer, "bias", None)
+    scale = layer.scale.detach() if isinstance(layer, Int8Linear | Int8Embedding) else None
+    return Matrix(layer.weight.detach().contiguous(), scale, None if bias is None else bias.detach())
