@@ -47,8 +47,7 @@ from .decode_kernels import (
 FEW = 4  # rows
 SPLITS = 4  # parts of x_proj's inputs, where it is a product for many rows: it has few outputs
 SCORES_AT_ONCE = 1024  # of which a program takes the best
-WARP_BYTES = 512  # that a warp loads at once: 16 of each thread
-PROGRAMS = 384  # that a product for few rows has at least, where its outputs allow it: three on each multiprocessor
+PROGRAMS = 128  # that a product for few rows has at least, where its outputs allow it: one on each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -116,19 +115,16 @@ MEASURED: dict[tuple[int, int, int], MatvecTile] = {}
 
 @functools.cache
 def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> MatvecTile:
-    """Each warp loads 512 neighbouring bytes of an output at a time; a thread has at most 64 weights under way."""
+    """Where outputs are few, small programs of small tiles. A thread has at most 64 weights under way."""
     if rows == 1 and (outputs, inputs, weight_bytes) in MEASURED:
         return MEASURED[outputs, inputs, weight_bytes]
-    block = 16 // triton.next_power_of_2(rows)
-    while block > 1 and outputs < block * PROGRAMS:
+    warps = 8 if outputs >= 16 * PROGRAMS else 4
+    block = 16
+    while block > 4 and outputs < block * PROGRAMS:
         block //= 2
-    warp_inputs = min(WARP_BYTES // weight_bytes, max(16, triton.next_power_of_2(inputs)))
-    width = warp_inputs
-    while block * width < 4 * warp_inputs and inputs % (2 * width) == 0:
-        width *= 2
-    warps = max(1, min(4, block * width // warp_inputs))
+    width = min(16 * warps, max(16, triton.next_power_of_2(inputs)))
     count, of_a_thread = triton.cdiv(inputs, width), max(1, block * width // (32 * warps))
-    tiles = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_a_thread <= 64))
+    tiles = max(n for n in range(1, count + 1) if count % n == 0 and n * of_a_thread <= max(64, of_a_thread))
     return MatvecTile(block, width, tiles, warps)
 
 
@@ -278,8 +274,8 @@ class TokenKernels:
             layer.D, layer.state, layer.state.stride(0), scratch.y, shape.bcdt_eps or 0.0, rows,
             INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=len(scratch.selected),
             NORM=shape.bcdt_eps is not None, BY_DOT=not few, R=block, C=channels,
-            J=max(16, triton.next_power_of_2(shape.dt_rank)), N=triton.next_power_of_2(shape.num_states),
-            num_warps=2 if few else 4,
+            J=min(64, max(16, triton.next_power_of_2(shape.dt_rank))), N=triton.next_power_of_2(shape.num_states),
+            num_warps=channels // 4,
         )  # fmt: skip
 
     def _mamba2_state(self, layer: Layer, scratch: _Scratch, rows: int) -> None:
@@ -290,7 +286,7 @@ class TokenKernels:
             mamba2_state_kernel, (triton.cdiv(head_dim, block), shape.num_heads, rows),
             scratch.projected, layer.dt_bias, layer.A_log, layer.D, layer.state, layer.state.stride(0), scratch.y,
             *shape.dt_limit, HEADS=shape.num_heads, HEAD_DIM=head_dim, GROUPS=shape.num_groups,
-            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=4,
+            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=8,
         )  # fmt: skip
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

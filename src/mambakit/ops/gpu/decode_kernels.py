@@ -53,24 +53,31 @@ def norm_kernel(x, weight, y, eps, WIDTH: tl.constexpr, GROUP: tl.constexpr, D: 
 
 
 @triton.jit
-def _load_taps(
-    row, output, mask, window, window_row, conv, conv_bias,
-    FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What the convolution needs for these outputs: its window, and a tuple of its weights and its bias."""
-    inputs, weights = (), ()
+def _conv_weights(output, conv, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The convolution's weights of these outputs, and its bias, if any."""
     channel = output - FIRST
     exists = (channel >= 0) & (channel < CHANNELS)
-    if WIDTH > 0:
-        for i in tl.static_range(WIDTH - 1):
-            place = window + row.to(tl.int64) * window_row + i * CHANNELS + channel
-            inputs = inputs + (tl.load(place, mask=mask & exists, other=0.0),)  # noqa: RUF005 - Triton adds tuples
-        for i in tl.static_range(WIDTH):
-            tap = tl.load(conv + channel * WIDTH + i, mask=exists, other=0.0).to(tl.float32)
-            weights = weights + (tap,)  # noqa: RUF005
-        if conv_bias is not None:
-            weights = weights + (tl.load(conv_bias + channel, mask=exists, other=0.0).to(tl.float32),)  # noqa: RUF005
-    return inputs, weights
+    weights = ()
+    for i in tl.static_range(WIDTH):
+        tap = tl.load(conv + channel * WIDTH + i, mask=exists, other=0.0).to(tl.float32)
+        weights = weights + (tap,)  # noqa: RUF005 - Triton adds tuples
+    if WIDTH > 0 and conv_bias is not None:
+        weights = weights + (tl.load(conv_bias + channel, mask=exists, other=0.0).to(tl.float32),)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def _window(
+    row, output, mask, window, window_row, FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The convolution's last inputs."""
+    channel = output - FIRST
+    exists = mask & (channel >= 0) & (channel < CHANNELS)
+    inputs = ()
+    for i in tl.static_range(WIDTH - 1):
+        place = window + row * window_row + i * CHANNELS + channel
+        inputs = inputs + (tl.load(place, mask=exists, other=0.0),)  # noqa: RUF005
+    return inputs
 
 
 @triton.jit
@@ -80,8 +87,8 @@ def _convolved(
 ):  # fmt: skip
     """The outputs with silu of the convolution in place of its channels, whose window moves on by one."""
     channel = output - FIRST
-    exists = (channel >= 0) & (channel < CHANNELS)
-    place = window + row.to(tl.int64) * window_row + channel
+    has_channel = (channel >= 0) & (channel < CHANNELS)
+    place = window + row * window_row + channel
     mixed = weights[WIDTH - 1] * values
     if conv_bias is not None:
         mixed += weights[WIDTH]
@@ -89,14 +96,16 @@ def _convolved(
         mixed += weights[i] * inputs[i].to(tl.float32)
     tl.debug_barrier()  # all threads have read the window
     for i in tl.static_range(1, WIDTH - 1):
-        tl.store(place + (i - 1) * CHANNELS, inputs[i], mask=mask & exists)
+        tl.store(place + (i - 1) * CHANNELS, inputs[i], mask=mask & has_channel)
     if WIDTH > 1:
-        tl.store(place + (WIDTH - 2) * CHANNELS, values, mask=mask & exists)
-    return tl.where(exists, mixed * tl.sigmoid(mixed), values)
+        tl.store(place + (WIDTH - 2) * CHANNELS, values, mask=mask & has_channel)
+    return tl.where(has_channel, mixed * tl.sigmoid(mixed), values)
 
 
 @triton.jit
-def _load_tiles(weight, output, first, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr):
+def _load_tiles(
+    weight, output, first, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
+):
     """TILES tiles (outputs, K) of a matrix from column `first` on, all under way at once."""
     tiles = ()
     for i in tl.static_range(TILES):
@@ -111,19 +120,31 @@ def _load_tiles(weight, output, first, OUTPUTS: tl.constexpr, INPUTS: tl.constex
 
 
 @triton.jit
+def _norm_tiles(norm, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr):
+    """The norm's weights (1, K) of the same columns; none where there is no norm."""
+    tiles = ()
+    if norm is not None:
+        for i in tl.static_range(TILES):
+            k = (first + i * K + tl.arange(0, K))[None, :]
+            tiles = tiles + (tl.load(norm + k, mask=k < INPUTS, other=0.0),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
 def _add_tiles(
-    total, square, tiles, x, x_row, norm, row, rows, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
+    total, square, tiles, x, norms, exists, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
 ):
+    """Of one row, which exists or is zeros."""
     for i in tl.static_range(TILES):
-        k = (first + i * K + tl.arange(0, K))[None, None, :]
-        mask = (row < rows)[:, None, None]
+        k = (first + i * K + tl.arange(0, K))[None, :]
+        mask = exists
         if INPUTS % (K * TILES) != 0:
-            mask = mask & (k < INPUTS)
-        xs = tl.load(x + row[:, None, None] * x_row + k, mask=mask, other=0.0).to(tl.float32)
-        if norm is not None:
+            mask = exists & (k < INPUTS)
+        xs = tl.load(x + k, mask=mask, other=0.0).to(tl.float32)
+        if len(norms) > 0:
             square += xs * xs
-            xs *= tl.load(norm + k, mask=k < INPUTS, other=0.0).to(tl.float32)
-        total += tiles[i].to(tl.float32)[None, :, :] * xs
+            xs *= norms[i].to(tl.float32)
+        total += tiles[i].to(tl.float32) * xs
     return total, square
 
 
@@ -136,40 +157,52 @@ def matvec_kernel(
 ):  # fmt: skip
     """All of at most R rows times O outputs a program; the inputs are normalized first where there is a norm.
 
-    rms(x) norm W = (x norm W) / sqrt(mean x² + eps): the mean is summed beside the product.
+    rms(x) norm W = (x norm W) / sqrt(mean x² + eps): the mean is summed beside the product. K must be less than the
+    number of threads: then each loads what it needs of x, and weights stay in the registers that they are loaded to.
     """
     _let_next_begin(EARLY)
-    output, row = tl.program_id(0) * O + tl.arange(0, O), tl.arange(0, R)
-    total = tl.zeros([R, O, K], tl.float32)
-    square = tl.zeros([R, 1, K], tl.float32)
+    output = tl.program_id(0) * O + tl.arange(0, O)
+    exists = output < OUTPUTS
     tiles = _load_tiles(weight, output, 0, OUTPUTS, INPUTS, K, TILES)
-    wide_row, wide_output = row[:, None], output[None, :]
-    mask = (wide_row < rows) & (wide_output < OUTPUTS)
-    inputs, taps = _load_taps(
-        wide_row, wide_output, mask, window, window_row, conv, conv_bias, FIRST, CHANNELS, WIDTH
-    )  # fmt: skip
-    target = out + wide_row * out_row + wide_output
+    norms = _norm_tiles(norm, 0, INPUTS, K, TILES)
+    taps = _conv_weights(output, conv, conv_bias, FIRST, CHANNELS, WIDTH)
+    windows = ()
+    for row in tl.static_range(R):
+        inputs = _window(row, output, exists & (row < rows), window, window_row, FIRST, CHANNELS, WIDTH)
+        windows = windows + (inputs,)  # noqa: RUF005
     _wait_for_inputs(EARLY)
-    if ADD:
-        before = tl.load(target, mask=mask, other=0.0)
-    total, square = _add_tiles(total, square, tiles, x, x_row, norm, row, rows, 0, INPUTS, K, TILES)
+    totals, squares = (), ()
+    for row in tl.static_range(R):
+        total, square = tl.zeros([O, K], tl.float32), tl.zeros([1, K], tl.float32)
+        total, square = _add_tiles(total, square, tiles, x + row * x_row, norms, row < rows, 0, INPUTS, K, TILES)
+        totals, squares = totals + (total,), squares + (square,)  # noqa: RUF005
     for first in tl.range(K * TILES, INPUTS, K * TILES):
         tiles = _load_tiles(weight, output, first, OUTPUTS, INPUTS, K, TILES)
-        total, square = _add_tiles(total, square, tiles, x, x_row, norm, row, rows, first, INPUTS, K, TILES)
-    values = tl.sum(total, axis=2)
-    if norm is not None:
-        values *= tl.rsqrt(tl.sum(square, axis=2) / INPUTS + eps)
-    if scale is not None:
-        values *= tl.load(scale + wide_output, mask=wide_output < OUTPUTS, other=0.0)
-    if bias is not None:
-        values += tl.load(bias + wide_output, mask=wide_output < OUTPUTS, other=0.0).to(tl.float32)
-    if WIDTH > 0:
-        values = _convolved(
-            values, wide_row, wide_output, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
-        )  # fmt: skip
-    if ADD:
-        values += before
-    tl.store(target, values, mask=mask)
+        norms = _norm_tiles(norm, first, INPUTS, K, TILES)
+        new_totals, new_squares = (), ()
+        for row in tl.static_range(R):
+            total, square = _add_tiles(
+                totals[row], squares[row], tiles, x + row * x_row, norms, row < rows, first, INPUTS, K, TILES
+            )
+            new_totals, new_squares = new_totals + (total,), new_squares + (square,)  # noqa: RUF005
+        totals, squares = new_totals, new_squares
+    for row in tl.static_range(R):
+        mask = exists & (row < rows)
+        target = out + row * out_row + output
+        values = tl.sum(totals[row], axis=1)
+        if norm is not None:
+            values *= tl.rsqrt(tl.sum(squares[row], axis=1) / INPUTS + eps)
+        if scale is not None:
+            values *= tl.load(scale + output, mask=exists, other=0.0)
+        if bias is not None:
+            values += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+        if WIDTH > 0:
+            values = _convolved(
+                values, row, output, mask, windows[row], taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
+            )
+        if ADD:
+            values += tl.load(target, mask=mask, other=0.0)
+        tl.store(target, values, mask=mask)
 
 
 @triton.jit
@@ -184,9 +217,6 @@ def product_kernel(
     output, row = tl.program_id(0) * O + tl.arange(0, O), tl.program_id(1) * R + tl.arange(0, R)
     begin = tl.program_id(2) * SPLIT
     total = tl.zeros([O, R], tl.float32)
-    wide_row, wide_output = row[None, :], output[:, None]
-    mask = (wide_row < rows) & (wide_output < OUTPUTS)
-    target = out + tl.program_id(2) * out_split + wide_row.to(tl.int64) * out_row + wide_output
     _wait_for_inputs(EARLY)
     for first in tl.range(begin, tl.minimum(begin + SPLIT, INPUTS), K):
         k = first + tl.arange(0, K)
@@ -197,16 +227,19 @@ def product_kernel(
         ws = tl.load(w_pointer, mask=w_mask, other=0.0, eviction_policy="evict_first")
         xs = tl.load(x + k[:, None] + row[None, :] * x_row, mask=x_mask, other=0.0)
         total = tl.dot(ws.to(xs.dtype), xs, total, input_precision="ieee")
+    row, output = row[None, :].to(tl.int64), output[:, None]
+    exists = output < OUTPUTS
+    mask = exists & (row < rows)
+    target = out + tl.program_id(2) * out_split + row * out_row + output
     if scale is not None:
-        total *= tl.load(scale + wide_output, mask=wide_output < OUTPUTS, other=0.0)
+        total *= tl.load(scale + output, mask=exists, other=0.0)
     if bias is not None:
-        total += tl.load(bias + wide_output, mask=wide_output < OUTPUTS, other=0.0).to(tl.float32)
+        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
     if WIDTH > 0:
-        inputs, taps = _load_taps(
-            wide_row, wide_output, mask, window, window_row, conv, conv_bias, FIRST, CHANNELS, WIDTH
-        )  # fmt: skip
+        taps = _conv_weights(output, conv, conv_bias, FIRST, CHANNELS, WIDTH)
+        inputs = _window(row, output, mask, window, window_row, FIRST, CHANNELS, WIDTH)
         total = _convolved(
-            total, wide_row, wide_output, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
+            total, row, output, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
         )  # fmt: skip
     if ADD:
         total += tl.load(target, mask=mask, other=0.0)
@@ -242,11 +275,16 @@ def mamba1_state_kernel(
     _let_next_begin(EARLY)
     SIZE: tl.constexpr = RANK + 2 * STATES
     channel, row = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1) * R + tl.arange(0, R)
-    j, n = tl.arange(0, J), tl.arange(0, N)
+    n = tl.arange(0, N)
     exists = (channel < INNER)[:, None]
-    dt_weight = tl.load(dt_proj + channel[:, None] * RANK + j[None, :], mask=exists & (j < RANK)[None, :], other=0.0)
-    A_place = A_log + channel[:, None] * STATES + n[None, :]
-    A = -tl.exp(tl.load(A_place, mask=exists & (n < STATES)[None, :], other=0.0))
+    dt_weights = ()
+    for first in tl.static_range(0, RANK, J):
+        j = first + tl.arange(0, J)
+        mask = exists & (j < RANK)[None, :]
+        tile = tl.load(dt_proj + channel[:, None] * RANK + j[None, :], mask=mask, other=0.0)
+        dt_weights = dt_weights + (tile,)  # noqa: RUF005
+    A_place = A_log + channel[None, :, None] * STATES + n[None, None, :]
+    A = -tl.exp(tl.load(A_place, mask=exists[None, :, :] & (n < STATES)[None, None, :], other=0.0))
     bias = tl.load(dt_bias + channel, mask=channel < INNER, other=0.0)
     skip = tl.load(D + channel, mask=channel < INNER, other=0.0)
     mask = (row < rows)[:, None] & (channel < INNER)[None, :]
@@ -254,20 +292,26 @@ def mamba1_state_kernel(
     state_mask = mask[:, :, None] & (n < STATES)[None, None, :]
     states = tl.load(place, mask=state_mask, other=0.0)
     _wait_for_inputs(EARLY)
-    low = _selected(selected, selected_split, row, rows, 0, RANK, j, SIZE, SPLITS)
-    Bs = _selected(selected, selected_split, row, rows, RANK, STATES, n, SIZE, SPLITS)
-    Cs = _selected(selected, selected_split, row, rows, RANK + STATES, STATES, n, SIZE, SPLITS)
-    if NORM:
-        low, Bs, Cs = _unit_rms(low, RANK, eps), _unit_rms(Bs, STATES, eps), _unit_rms(Cs, STATES, eps)
-    if BY_DOT:
-        dt = tl.dot(low.to(dt_weight.dtype), tl.trans(dt_weight), input_precision="ieee")
-    else:
-        dt = tl.sum(low[:, None, :] * dt_weight.to(tl.float32)[None, :, :], axis=2)
-    dt = softplus(dt + bias[None, :])
     pointer = projected + row[:, None] * (2 * INNER) + channel[None, :]
     xs = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     gates = tl.load(pointer + INNER, mask=mask, other=0.0).to(tl.float32)
-    states = tl.exp(dt[:, :, None] * A[None, :, :]) * states + (dt * xs)[:, :, None] * Bs[:, None, :]
+    Bs = _selected(selected, selected_split, row, rows, RANK, STATES, n, SIZE, SPLITS)
+    Cs = _selected(selected, selected_split, row, rows, RANK + STATES, STATES, n, SIZE, SPLITS)
+    if NORM:
+        Bs, Cs = _unit_rms(Bs, STATES, eps), _unit_rms(Cs, STATES, eps)
+    dt, square = tl.zeros([R, C], tl.float32), tl.zeros([R, 1], tl.float32)
+    for i in tl.static_range((RANK + J - 1) // J):
+        low = _selected(selected, selected_split, row, rows, 0, RANK, i * J + tl.arange(0, J), SIZE, SPLITS)
+        if NORM:  # rms(low) W = (low W) / sqrt(mean low² + eps)
+            square += tl.sum(low * low, axis=1, keep_dims=True)
+        if BY_DOT:
+            dt = tl.dot(low.to(dt_weights[i].dtype), tl.trans(dt_weights[i]), dt, input_precision="ieee")
+        else:
+            dt += tl.sum(low[:, None, :] * dt_weights[i].to(tl.float32)[None, :, :], axis=2)
+    if NORM:
+        dt *= tl.rsqrt(square / RANK + eps)
+    dt = softplus(dt + bias[None, :])
+    states = tl.exp(dt[:, :, None] * A) * states + (dt * xs)[:, :, None] * Bs[:, None, :]
     tl.store(place, states, mask=state_mask)
     ys = tl.sum(states * Cs[:, None, :], axis=2) + skip[None, :] * xs
     tl.store(y + row[:, None] * INNER + channel[None, :], ys * gates * tl.sigmoid(gates), mask=mask)
