@@ -37,7 +37,9 @@ def launches(preset: str, rows: int, dtype: str, early: bool) -> dict[str, tuple
 
     def record(self: Any, kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
         matrix = f"{constants.get('OUTPUTS')}x{constants.get('INPUTS')} " if "OUTPUTS" in constants else ""
-        tile = " ".join(f"{k}={v}" for k, v in constants.items() if k in ("R", "O", "K", "TILES", "C", "P", "num_warps"))
+        tile = " ".join(
+            f"{k}={v}" for k, v in constants.items() if k in ("R", "O", "K", "TILES", "C", "P", "num_warps")
+        )
         options = {"launch_pdl": True} if early else {}
         name = f"{kernel.fn.__name__} {matrix}{tile} grid {'x'.join(map(str, grid))}"
         found[name] = kernel, list(arguments), {**constants, "EARLY": early, **options}
@@ -86,7 +88,7 @@ def usage(kernel: Any, capability: int) -> str:
         told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout))
     ptx = kernel.asm["ptx"]
-    wide, barriers = ptx.count("ld.global.L1::evict_first") , ptx.count("bar.sync")
+    wide, barriers = ptx.count("ld.global.L1::evict_first"), ptx.count("bar.sync")
     return f"{numbers['REG']} registers, {numbers['STACK']} bytes of stack, {kernel.metadata.shared} shared, {barriers} barriers"
 
 
@@ -106,7 +108,9 @@ def main() -> None:
                     if given.ptx:
                         given.ptx.mkdir(exist_ok=True)
                         for ext in ("ptx", "ttgir"):
-                            (given.ptx / f"{preset}-{rows}-{dtype}-{name}.{ext}".replace(" ", "_")).write_text(kernel.asm[ext])
+                            (given.ptx / f"{preset}-{rows}-{dtype}-{name}.{ext}".replace(" ", "_")).write_text(
+                                kernel.asm[ext]
+                            )
                     print(f"{preset} {rows} rows {dtype}: {name}: {usage(kernel, given.capability)}", flush=True)
 
 

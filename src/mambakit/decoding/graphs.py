@@ -77,6 +77,9 @@ class KernelStepper(Stepper):
         self._chosen = torch.zeros(capacity, dtype=torch.int64, device=model.device)
         self._is_finite = torch.zeros(capacity, dtype=torch.bool, device=model.device)
 
+    def tensors(self) -> list[Tensor]:
+        return [*self._blocks.values(), self.tokens]
+
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
         if needs.noise or needs.penalty or needs.logprobs is not None:
             chosen = choose(self._scores(rows), settings.rows(rows), needs)
@@ -85,6 +88,13 @@ class KernelStepper(Stepper):
         self._scores(rows)
         self.kernels.choose_likeliest(rows, self.tokens, self._chosen, self._is_finite, settings.count)
         return Chosen(self._chosen[:rows], self._is_finite[:rows])
+
+    def _memory(self, like: State, capacity: int) -> State:
+        """Of each kind of memory one block (capacity, layers, …), so that a row is copied at once."""
+        first, count = like.layers[0], len(like.layers)
+        self._blocks = {name: one.new_zeros(capacity, count, *one.shape[1:]) for name, one in first.items()}
+        layers = zip(*(block.unbind(1) for block in self._blocks.values()), strict=True)
+        return State(tuple(dict(zip(self._blocks, parts, strict=True)) for parts in layers))
 
     def _scores(self, rows: int) -> Tensor:
         return self.kernels.scores(self.tokens[:rows])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,17 +17,26 @@ class Stepper:
 
     def __init__(self, model: MambaLM, like: State, capacity: int) -> None:
         self.model = model
-        self.state = like.map(lambda tensor: tensor.new_zeros(capacity, *tensor.shape[1:]))
+        self.state = self._memory(like, capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.int64, device=model.device)
 
     def tensors(self) -> list[Tensor]:
         return [*self.state.tensors(), self.tokens]
+
+    def put(self, first: int, states: Sequence[State]) -> None:
+        """Set the memory of rows from `first` on, to states of one row each."""
+        state = State.join(states) if len(states) > 1 else states[0]
+        for stored, new in zip(self.state.tensors(), state.tensors(), strict=True):
+            stored[first : first + len(states)] = new
 
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
         """A token for each of the first rows; `settings` are of all places."""
         chosen = choose(self._scores(rows), settings.rows(rows), needs)
         self.tokens[:rows] = chosen.tokens
         return chosen
+
+    def _memory(self, like: State, capacity: int) -> State:
+        return like.map(lambda tensor: tensor.new_zeros(capacity, *tensor.shape[1:]))
 
     def _scores(self, rows: int) -> Tensor:
         """Of the tokens that follow; the memory then holds the last ones."""

@@ -43,9 +43,10 @@ from .decode_kernels import (
     best_kernel, embedding_kernel, mamba1_state_kernel, mamba2_state_kernel, matvec_kernel, norm_kernel, pick_kernel,
     product_kernel,
 )  # fmt: skip
+from .device import is_roomy
 
 FEW = 4  # rows
-SPLITS = 4  # parts of x_proj's inputs, where it is a product for many rows: it has few outputs
+SPLITS = 2  # parts of x_proj's inputs, where it is a product for many rows: it has few outputs
 SCORES_AT_ONCE = 1024  # of which a program takes the best
 PROGRAMS = 128  # that a product for few rows has at least, where its outputs allow it: one on each multiprocessor
 
@@ -129,12 +130,14 @@ def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> Matv
 
 
 @functools.cache
-def product_tile(outputs: int, inputs: int, dtype: torch.dtype, rows: int) -> ProductTile:
+def product_tile(outputs: int, inputs: int, dtype: torch.dtype, rows: int, roomy: bool = True) -> ProductTile:
+    """`roomy`: a block may have 160 KB of shared memory; else 99, and fewer tiles are under way."""
     block_rows = min(64, max(16, triton.next_power_of_2(rows)))
     block = 64 if outputs >= 64 * 96 else 32 if outputs >= 32 * 64 else 16
     if dtype == torch.float32:
         return ProductTile(block_rows, min(block, 32), 32, 4, 2)
-    return ProductTile(block_rows, block, min(64 if block == 64 else 128, max(16, triton.next_power_of_2(inputs))), 4, 4)
+    width = min(64 if block == 64 else 128, max(16, triton.next_power_of_2(inputs)))
+    return ProductTile(block_rows, block, width, 4, 3 if not roomy else 4 if block == 64 else 5)
 
 
 class _Scratch:
@@ -170,7 +173,7 @@ class TokenKernels:
         self._best = torch.empty(capacity, parts, device=device)
         self._places = torch.empty(capacity, parts, dtype=torch.int32, device=device)
         self._finite = torch.empty(capacity, parts, dtype=torch.int32, device=device)
-        self._early = can_begin_early(device)
+        self._early, self._is_roomy = can_begin_early(device), device.type != "cuda" or is_roomy(device)
 
     def scores(self, tokens: Tensor) -> Tensor:
         """Scores (rows, padded vocabulary) of what follows tokens (rows); the memory of the first rows moves on."""
@@ -249,7 +252,7 @@ class TokenKernels:
             assert normed is not None
             self._normalize(x, norm, normed, rows, inputs)
             x = normed
-        by = product_tile(outputs, inputs, x.dtype, rows)
+        by = product_tile(outputs, inputs, x.dtype, rows, self._is_roomy)
         splits, part = 1, inputs
         if out.dim() == 3:
             splits, part = out.shape[0], triton.cdiv(triton.cdiv(inputs, out.shape[0]), by.inputs) * by.inputs
@@ -266,8 +269,7 @@ class TokenKernels:
 
     def _mamba1_state(self, layer: Layer, scratch: _Scratch, rows: int) -> None:
         shape, few = self.shape, rows <= FEW
-        channels = 32 if not few and shape.d_inner >= 2048 else 16
-        block = 1 if few else 16
+        channels, block = 16, 1 if few else 16
         self._launch(
             mamba1_state_kernel, (triton.cdiv(shape.d_inner, channels), triton.cdiv(rows, block)),
             scratch.projected, scratch.selected, scratch.selected.stride(0), layer.dt_proj, layer.dt_bias, layer.A_log,
@@ -275,7 +277,7 @@ class TokenKernels:
             INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=len(scratch.selected),
             NORM=shape.bcdt_eps is not None, BY_DOT=not few, R=block, C=channels,
             J=min(64, max(16, triton.next_power_of_2(shape.dt_rank))), N=triton.next_power_of_2(shape.num_states),
-            num_warps=channels // 4,
+            num_warps=4,
         )  # fmt: skip
 
     def _mamba2_state(self, layer: Layer, scratch: _Scratch, rows: int) -> None:

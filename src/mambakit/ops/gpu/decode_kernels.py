@@ -67,9 +67,7 @@ def _conv_weights(output, conv, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.con
 
 
 @triton.jit
-def _window(
-    row, output, mask, window, window_row, FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
-):
+def _window(row, output, mask, window, window_row, FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
     """The convolution's last inputs."""
     channel = output - FIRST
     exists = mask & (channel >= 0) & (channel < CHANNELS)
@@ -372,9 +370,7 @@ def best_kernel(
 
 
 @triton.jit
-def pick_kernel(
-    best, place, finite, parts, tokens, chosen, is_finite, count, PARTS: tl.constexpr, EARLY: tl.constexpr
-):
+def pick_kernel(best, place, finite, parts, tokens, chosen, is_finite, count, PARTS: tl.constexpr, EARLY: tl.constexpr):
     """The token of each row from the best of its parts; it is put where the next step reads it, and counted."""
     _let_next_begin(EARLY)
     row, part = tl.program_id(0), tl.arange(0, PARTS)
