@@ -161,6 +161,15 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
     assert long < short + 2**23, "131,072 tokens at once would take over 30 MB for one tensor alone"
 
 
+def test_weights_of_8_bits_stand_beside(model: Path, shards: Path) -> None:
+    plain, narrow = evaluate(model, shards, int8=True).results
+    assert plain.loss is not None and narrow.loss is not None
+    assert narrow.model == f"{plain.model}, int8"
+    assert narrow.loss != plain.loss
+    assert abs(narrow.loss - plain.loss) < 0.01  # 1 % of perplexity
+    assert evaluate(model, shards).results == [plain]
+
+
 def test_text_and_its_shards_give_the_same(model: Path, shards: Path, tmp_path: Path) -> None:
     for number, text in enumerate(texts(shards)):
         (tmp_path / f"{number:03d}.txt").write_text(text)

@@ -234,6 +234,7 @@ def evaluate(
     text_column: TextColumn = None,
     separator: Separator = None,
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    int8: Annotated[bool, flag("also with weights of 8 bits, as for generate --int8")] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> int:
@@ -247,6 +248,7 @@ def evaluate(
       mambakit evaluate run --data shards
       mambakit evaluate run --data shards --baseline gzip --samples 2
       mambakit evaluate run --data letters/ --window 512 --json
+      mambakit evaluate run --data shards --int8
       mambakit evaluate run --tasks lambada_openai,hellaswag,piqa,arc_easy
       mambakit evaluate run other-run --tasks lambada_openai --baseline EleutherAI/pythia-160m --limit 500
       mambakit evaluate run --tasks my-tasks/lambada.yaml
@@ -271,7 +273,7 @@ def evaluate(
             "--samples": samples,
             "--max-tokens": max_tokens,
         }
-        of_text |= {"--text-column": text_column, "--separator": separator}
+        of_text |= {"--text-column": text_column, "--separator": separator, "--int8": int8}
         for name, value in of_text.items():
             if value:
                 raise UserError(f"{name} is for texts, and --tasks for tasks; give one of the two at a time")
@@ -290,7 +292,7 @@ def evaluate(
     from ..evaluation import evaluate as run
 
     text: dict[str, Any] = {"text_column": _with_newlines(text_column), "separator": separator, "split": split}
-    extent = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows}
+    extent = {"window": window, "samples": samples, "max_tokens": max_tokens, "batch_rows": batch_rows, "int8": int8}
     found = run(checkpoint[0], sources, baselines=[*map(str, checkpoint[1:]), *others], **place, **text, **extent)
     if json:
         print_json(found.to_json())

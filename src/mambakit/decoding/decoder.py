@@ -179,14 +179,16 @@ class Decoder:
 
     def _groups(self, texts: Sequence[Sequence[int]], before: Sequence[Memory | None]) -> Iterator[list[int]]:
         """Texts that are read together. Shorter ones are filled up in front, at most to twice their length; not where
-        a memory comes first."""
+        a memory comes first, nor by a model without doc_ids, which reads what follows a memory one by one."""
         longest_first = sorted(range(len(texts)), key=lambda i: (before[i] is None, -len(texts[i])))
         group: list[int] = []
         for i in longest_first:
             if group:
                 longest, has_memory = len(texts[group[0]]), before[group[0]] is not None
-                like = len(texts[i]) == longest if has_memory else 2 * len(texts[i]) >= longest
+                is_filled_up = self.model.takes_doc_ids and not has_memory
+                like = 2 * len(texts[i]) >= longest if is_filled_up else len(texts[i]) == longest
                 fits = (len(group) + 1) * longest <= READ_AT_ONCE.get(self.device.type, 2048)
+                fits = fits and (self.model.takes_doc_ids or not has_memory)
                 if not like or not fits or has_memory != (before[i] is not None):
                     yield group
                     group = []
@@ -206,11 +208,10 @@ class Decoder:
             piece = slice(first, first + width)
             if state is not None and doc_ids is not None:
                 state = state.keep((starts < first).to(self.device))
-            hidden, state = self.model.backbone(
-                tokens[:, piece], doc_ids[:, piece] if doc_ids is not None else None, state
-            )
+            documents = doc_ids[:, piece] if doc_ids is not None else None
+            logits, state = self.model.next_scores(tokens[:, piece], documents, state)
         assert state is not None
-        return state, self.model.lm_head(hidden[:, -1])
+        return state, logits
 
 
 class _Round:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..model import MambaLM, State
+from ..model.same_bits import SameBitsLM
 from .sampling import Chosen, Needs, Settings, choose
 
 
@@ -49,6 +50,8 @@ class Stepper:
 
 def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
     """The fastest there is for this model. `like`: a state of one row."""
+    if isinstance(model, SameBitsLM):
+        return Stepper(model, like, capacity)
     if model.device.type == "cpu":
         from . import cpu
 

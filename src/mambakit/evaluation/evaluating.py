@@ -25,6 +25,7 @@ from ..decoding import generate_text, whole_texts
 from ..device import DTYPES, choose_device, choose_dtype
 from ..files import UserError, path_of, paths_of
 from ..model import MambaLM
+from ..model.int8 import quantize_
 from ..progress import say
 from .baselines import evaluate_baseline, evaluate_model, in_tokens_of, open_baseline
 from .keeping import keep_in_run
@@ -66,11 +67,13 @@ def evaluate(
     separator: str | None = None,
     device: str = "auto",
     precision: str = "auto",
+    int8: bool = False,
 ) -> Evaluation:
     """Evaluate a model folder, or the best checkpoint of a run, on a split of a shard folder, or on all of some text
     files and folders. That of a run is noted there, for its report.
 
-    `window` adds a line with documents cut to that many tokens of context. A baseline is `gzip`, a model folder, or a
+    `window` adds a line with documents cut to that many tokens of context, `int8` one with weights of 8 bits, as for
+    `generate`. A baseline is `gzip`, a model folder, or a
     Hugging Face name; each sees the same bytes. `text_column` and `separator` say how text is read, as for `prepare`.
     """
     model, data = path_of(model), paths_of(data)
@@ -96,6 +99,9 @@ def evaluate(
         for baseline, same_text in zip(opened, texts, strict=True):
             results.append(evaluate_baseline(baseline, same_text, place, dtype, batch_rows, window))
         written = _samples(network, text, loaded.end_tokens, samples)
+        if int8:
+            narrow = evaluate_model(f"{folder}, int8", quantize_(network), text, dtype, batch_rows, None)
+            results.insert(1, narrow)
     found = Evaluation(
         str(folder), sources.names, split if is_shards(Path(data[0])) else ALL, max_tokens, results, written
     )

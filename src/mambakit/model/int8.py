@@ -5,10 +5,14 @@ A weight is its 8 bits times the scale of its output, w[o, i] = scale[o] q[o, i]
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from .layers import KeepsFp32
 from .lm import MambaLM
 
@@ -56,6 +60,12 @@ def quantize_(model: MambaLM) -> MambaLM:
     dtype = model.lm_head.weight.dtype
     head = Int8Linear(model.lm_head.weight, None)
     model.lm_head = head  # type: ignore[assignment]
+    model.cross_entropy = functools.partial(_cross_entropy, scale=head.scale)
     if model.config.tie_embeddings:
         model.backbone.embedding = Int8Embedding(head, dtype)  # type: ignore[assignment]
     return model
+
+
+def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, scale: Tensor, **options: Any) -> Any:
+    wide = (weight.float() * scale[:, None]).to(hidden.dtype)
+    return ops.linear_cross_entropy(hidden, wide, targets, **options)

@@ -149,6 +149,7 @@ class MambaLM(nn.Module):
     """A Mamba or Mamba-2 language model. Parameters are named as state-spaces names them."""
 
     cross_entropy = staticmethod(ops.linear_cross_entropy)  # parallel/ puts its own in its place
+    takes_doc_ids = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -208,13 +209,21 @@ class MambaLM(nn.Module):
         returned, for text that goes on.
         """
         self.check_input(tokens, 2, state)
-        if targets is None and loss_mask is not None:
-            raise ValueError("MambaLM: loss_mask was given without targets; give both, or neither")
         hidden, state = self.backbone(tokens, doc_ids, state)
-        if targets is None:
+        if targets is None and loss_mask is None:
             return Output(state, logits=self.lm_head(hidden))
+        return self._loss(hidden, state, targets, loss_mask)
+
+    def _loss(self, hidden: Tensor, state: State, targets: Tensor | None, loss_mask: Tensor | None) -> Output:
+        if targets is None:
+            raise ValueError("MambaLM: loss_mask was given without targets; give both, or neither")
         loss_sum, num_targets = self.cross_entropy(hidden, self.lm_head.weight, targets, loss_mask=loss_mask)
         return Output(state, loss_sum=loss_sum, num_targets=num_targets)
+
+    def next_scores(self, tokens: Tensor, doc_ids: Tensor | None, state: State | None) -> StepOutput:
+        """The logits (B, V) of what follows tokens (B, L), and the state."""
+        hidden, state = self.backbone(tokens, doc_ids, state)
+        return StepOutput(self.lm_head(hidden[:, -1]), state)
 
     def step(self, token: Tensor, state: State | None = None) -> StepOutput:
         """token (B) -> (logits (B, V), state): one step of decoding, without dropout."""
@@ -225,6 +234,10 @@ class MambaLM(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         """The memory before any text."""
         return State(tuple(block.mixer.initial_state(batch_size) for block in self.blocks()))
+
+    @property
+    def state_layers(self) -> int:
+        return self.config.num_layers
 
     def blocks(self) -> list[Block]:
         return [block for block in self.backbone.layers if isinstance(block, Block)]
@@ -250,8 +263,8 @@ class MambaLM(nn.Module):
                     f"MambaLM: tokens holds {low if low < 0 else high}, outside the vocabulary 0…{rows - 1}; "
                     "was the text tokenized with this model's tokenizer?"
                 )
-        if state is not None and (len(state.layers), state.batch_size) != (self.config.num_layers, tokens.shape[0]):
+        if state is not None and (len(state.layers), state.batch_size) != (self.state_layers, tokens.shape[0]):
             raise ValueError(
                 f"MambaLM: state has {len(state.layers)} layers and {state.batch_size} rows; "
-                f"need {self.config.num_layers} layers and {tokens.shape[0]} rows"
+                f"need {self.state_layers} layers and {tokens.shape[0]} rows"
             )

@@ -70,12 +70,12 @@ _let_others_run: Any = types.ExternalFunction("sched_yield", types.intc()) if os
 
 @kernel
 def _wait(counter: Any, threads: Any) -> None:
-    """Until all threads are here. The counter only grows."""
+    """Until all threads are here, or one has failed and counter[1] is set. counter[0] only grows."""
     if threads == 1:
         return
     goal = (_arrive(counter) // threads + 1) * threads
     spins = 0
-    while _arrived(counter) < goal:
+    while _arrived(counter) < goal and _arrived(counter[1:]) == 0:
         spins += 1
         if spins % SPINS == 0:
             _let_others_run()
@@ -389,13 +389,17 @@ class TokenKernel:
         rows, d_model = hidden.shape
         first, scores = hidden.numpy(), np.empty((rows, self._outputs), np.float32)
         shared = [np.empty((rows, size), np.float32) for size in self._shared]
-        counter = np.zeros(1, np.int64)
+        counter = np.zeros(2, np.int64)
 
         def work(thread: int, threads: int) -> None:
-            residual, normed = np.zeros((rows, d_model), np.float32), np.empty((rows, d_model), np.float32)
-            own = [np.empty((rows, size), np.float32) for size in self._own]
-            arguments = *self._table, *self._settings, first, *shared, residual, normed, *own, *self._head, scores
-            self._kernel(thread, threads, counter, *arguments)
+            try:
+                residual, normed = np.zeros((rows, d_model), np.float32), np.empty((rows, d_model), np.float32)
+                own = [np.empty((rows, size), np.float32) for size in self._own]
+                arguments = *self._table, *self._settings, first, *shared, residual, normed, *own, *self._head, scores
+                self._kernel(thread, threads, counter, *arguments)
+            except BaseException:  # Ctrl-C, for example: the others would wait for this thread
+                counter[1] = 1
+                raise
 
         jit.on_all_threads(work)
         return torch.from_numpy(scores)
