@@ -40,7 +40,13 @@ import triton
 from torch import Tensor
 
 from .decode_kernels import (
-    best_kernel, embedding_kernel, mamba1_state_kernel, mamba2_state_kernel, matvec_kernel, norm_kernel, pick_kernel,
+    best_kernel,
+    embedding_kernel,
+    mamba1_state_kernel,
+    mamba2_state_kernel,
+    matvec_kernel,
+    norm_kernel,
+    pick_kernel,
     product_kernel,
 )  # fmt: skip
 from .device import is_roomy
@@ -245,7 +251,7 @@ class TokenKernels:
             self._launch(
                 matvec_kernel, (triton.cdiv(outputs, tile.outputs),),
                 x, x.stride(0), weight, eps, *values, out, out.stride(-2), *memory, rows, **constants,
-                R=triton.next_power_of_2(rows), O=tile.outputs, K=tile.inputs, TILES=tile.tiles, num_warps=tile.warps,
+                R=triton.next_power_of_2(rows), OUT=tile.outputs, K=tile.inputs, TILES=tile.tiles, num_warps=tile.warps,
             )  # fmt: skip
             return
         if norm is not None:
@@ -259,7 +265,7 @@ class TokenKernels:
         self._launch(
             product_kernel, (triton.cdiv(outputs, by.outputs), triton.cdiv(rows, by.rows), splits),
             x, x.stride(0), *values, out, out.stride(-2), out.stride(0) if splits > 1 else 0, *memory, rows,
-            **constants, R=by.rows, O=by.outputs, K=by.inputs, SPLIT=part, num_warps=by.warps, num_stages=by.stages,
+            **constants, R=by.rows, OUT=by.outputs, K=by.inputs, SPLIT=part, num_warps=by.warps, num_stages=by.stages,
         )  # fmt: skip
 
     def _normalize(self, x: Tensor, norm: tuple[Tensor, float], y: Tensor, rows: int, group: int) -> None:

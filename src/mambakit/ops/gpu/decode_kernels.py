@@ -151,15 +151,15 @@ def matvec_kernel(
     x, x_row, norm, eps, weight, scale, bias, out, out_row, window, window_row, conv, conv_bias, rows,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    R: tl.constexpr, O: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All of at most R rows times O outputs a program; the inputs are normalized first where there is a norm.
+    """All of at most R rows times OUT outputs a program; the inputs are normalized first where there is a norm.
 
     rms(x) norm W = (x norm W) / sqrt(mean x² + eps): the mean is summed beside the product. K must be less than the
     number of threads: then each loads what it needs of x, and weights stay in the registers that they are loaded to.
     """
     _let_next_begin(EARLY)
-    output = tl.program_id(0) * O + tl.arange(0, O)
+    output = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exists = output < OUTPUTS
     tiles = _load_tiles(weight, output, 0, OUTPUTS, INPUTS, K, TILES)
     norms = _norm_tiles(norm, 0, INPUTS, K, TILES)
@@ -171,7 +171,7 @@ def matvec_kernel(
     _wait_for_inputs(EARLY)
     totals, squares = (), ()
     for row in tl.static_range(R):
-        total, square = tl.zeros([O, K], tl.float32), tl.zeros([1, K], tl.float32)
+        total, square = tl.zeros([OUT, K], tl.float32), tl.zeros([1, K], tl.float32)
         total, square = _add_tiles(total, square, tiles, x + row * x_row, norms, row < rows, 0, INPUTS, K, TILES)
         totals, squares = totals + (total,), squares + (square,)  # noqa: RUF005
     for first in tl.range(K * TILES, INPUTS, K * TILES):
@@ -208,13 +208,13 @@ def product_kernel(
     x, x_row, weight, scale, bias, out, out_row, out_split, window, window_row, conv, conv_bias, rows,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    R: tl.constexpr, O: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R rows times O outputs by tensor cores a program, over SPLIT of the inputs (a multiple of K, or all)."""
+    """R rows times OUT outputs by tensor cores a program, over SPLIT of the inputs (a multiple of K, or all)."""
     _let_next_begin(EARLY)
-    output, row = tl.program_id(0) * O + tl.arange(0, O), tl.program_id(1) * R + tl.arange(0, R)
+    output, row = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.program_id(1) * R + tl.arange(0, R)
     begin = tl.program_id(2) * SPLIT
-    total = tl.zeros([O, R], tl.float32)
+    total = tl.zeros([OUT, R], tl.float32)
     _wait_for_inputs(EARLY)
     for first in tl.range(begin, tl.minimum(begin + SPLIT, INPUTS), K):
         k = first + tl.arange(0, K)

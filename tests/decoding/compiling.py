@@ -1,14 +1,16 @@
 """Compiles decoding's kernels for a GPU that need not be there, and tells what each uses. A process of its own, since
 Triton's interpreter must be off:
 
-    python tests/ops/compiling.py CAPABILITY PRESET… [--rows 1 64] [--dtypes bfloat16 int8]
+    python tests/decoding/compiling.py CAPABILITY PRESET… [--rows 1 64] [--dtypes bfloat16 int8]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def launches(preset: str, rows: int, dtype: str, early: bool) -> dict[str, tuple
     def record(self: Any, kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
         matrix = f"{constants.get('OUTPUTS')}x{constants.get('INPUTS')} " if "OUTPUTS" in constants else ""
         tile = " ".join(
-            f"{k}={v}" for k, v in constants.items() if k in ("R", "O", "K", "TILES", "C", "P", "num_warps")
+            f"{k}={v}" for k, v in constants.items() if k in ("R", "OUT", "K", "TILES", "C", "P", "num_warps")
         )
         options = {"launch_pdl": True} if early else {}
         name = f"{kernel.fn.__name__} {matrix}{tile} grid {'x'.join(map(str, grid))}"
@@ -79,17 +81,15 @@ def compiled(kernel: Any, arguments: list[Any], constants: dict[str, Any], capab
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def usage(kernel: Any, capability: int) -> str:
-    """Registers and the bytes of local memory, which a kernel with too few registers uses."""
+def usage(kernel: Any) -> str:
+    """Registers, and the bytes of stack that a kernel with too few of them uses."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout))
-    ptx = kernel.asm["ptx"]
-    wide, barriers = ptx.count("ld.global.L1::evict_first"), ptx.count("bar.sync")
-    return f"{numbers['REG']} registers, {numbers['STACK']} bytes of stack, {kernel.metadata.shared} shared, {barriers} barriers"
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", told.stdout))
+    return f"{numbers['REG']} registers, {numbers['STACK']} bytes of stack, {kernel.metadata.shared} of shared memory"
 
 
 def main() -> None:
@@ -98,20 +98,11 @@ def main() -> None:
     parser.add_argument("presets", nargs="+")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "int8"])
-    parser.add_argument("--ptx", type=Path)
     given = parser.parse_args()
-    for preset in given.presets:
-        for rows in given.rows:
-            for dtype in given.dtypes:
-                for name, launch in launches(preset, rows, dtype, given.capability >= 90).items():
-                    kernel = compiled(*launch, given.capability)
-                    if given.ptx:
-                        given.ptx.mkdir(exist_ok=True)
-                        for ext in ("ptx", "ttgir"):
-                            (given.ptx / f"{preset}-{rows}-{dtype}-{name}.{ext}".replace(" ", "_")).write_text(
-                                kernel.asm[ext]
-                            )
-                    print(f"{preset} {rows} rows {dtype}: {name}: {usage(kernel, given.capability)}", flush=True)
+    for preset, rows, dtype in itertools.product(given.presets, given.rows, given.dtypes):
+        for name, launch in launches(preset, rows, dtype, early=given.capability >= 90).items():
+            told = usage(compiled(*launch, given.capability))
+            sys.stdout.write(f"{preset} {rows} rows {dtype}: {name}: {told}\n")
 
 
 if __name__ == "__main__":
