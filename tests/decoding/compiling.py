@@ -53,9 +53,9 @@ def launches(preset: str, rows: int, dtype: str, early: bool) -> dict[str, tuple
         stepper = KernelStepper(model, model.initial_state(1), rows)
         decode.TokenKernels._launch = record  # type: ignore[method-assign]
         kernels, tokens = stepper.kernels, stepper.tokens
-        kernels.layer(kernels.layers[0], rows)
-        scratch = kernels._few if rows <= decode.FEW else kernels._many
-        kernels._product(kernels.residual, kernels.head, kernels.logits, rows, (kernels.norm, 1e-5), scratch.normed)
+        for part in kernels.parts():
+            part(kernels.layers[0], rows)
+        kernels.project_to_scores(rows)
         kernels.choose_likeliest(rows, tokens, tokens, torch.empty(rows, dtype=torch.bool), tokens)
     return found
 

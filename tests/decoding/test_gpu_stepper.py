@@ -263,3 +263,32 @@ def test_10_000_tokens_take_no_more_memory(kind: str) -> None:
         ours.step()
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@pytest.mark.gpu
+@KINDS
+@torch.inference_mode()
+def test_prompts_are_read_by_graphs_as_without(kind: str) -> None:
+    model = small_model(kind).cuda().eval()
+    ours, plain = Decoder(model, 4), Decoder(model, 4)
+    assert ours._reader is not None
+    plain._reader = None
+    for lengths in ((5,), (5, 40, 33), (48,), (5,), (9,), (5, 40, 33), (64, 60, 50), (1,), (300,), (290,)):
+        prompts = [torch.randint(0, 50, (length,)).tolist() for length in lengths]
+        for found, expected in zip(ours.read(prompts), plain.read(prompts), strict=True):
+            assert_close(found.logits, expected.logits, 1e-4, "logits")
+            for own, other in zip(found.state.tensors(), expected.state.tensors(), strict=True):
+                assert_close(own, other, 1e-4, "state")
+    assert sum(captured is not None for captured in ours._reader._captured.values()) >= 3
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_memory_is_not_overwritten_by_the_next_prompt() -> None:
+    model = small_model("mamba1").cuda().eval()
+    ours = Decoder(model, 1)
+    memories = [ours.read([[token]])[0] for token in (1, 2, 3, 1)]
+    assert torch.equal(memories[0].logits, memories[3].logits) and not torch.equal(
+        memories[1].logits, memories[2].logits
+    )
+    assert torch.equal(memories[0].state.tensors()[1], memories[3].state.tensors()[1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..files import UserError
 from ..model import MambaLM, State
 from .sampling import Choice, Chosen, Needs, Settings, choose
-from .stepping import Stepper, make_stepper
+from .stepping import Stepper, make_reader, make_stepper
 
 READ_AT_ONCE = {"cpu": 2048, "cuda": 16384}  # tokens: a prompt is read in pieces, so that memory does not grow with it
 Row = int  # a name that the caller gives
@@ -60,6 +60,7 @@ class Decoder:
         self._waiting: deque[_Round] = deque()  # chosen, and not read by the caller
         self._capacity = capacity  # rows that there is memory for, from the first row on
         self._stepper: Stepper | None = None
+        self._reader = make_reader(model)
         self._settings = Settings.empty(capacity, model.config.vocab_size, self.device)
 
     @torch.inference_mode()
@@ -199,17 +200,25 @@ class Decoder:
     def _read_together(self, texts: Sequence[Sequence[int]], state: State | None) -> tuple[State, Tensor]:
         """(the state of all rows, logits (B, V)). What fills up a row is a document of its own before the text."""
         length = max(len(text) for text in texts)
+        reader = self._reader if state is None else None
+        rounded = reader.length(len(texts), length) if reader else None
+        length = rounded or length
         starts = torch.tensor([length - len(text) for text in texts])
-        tokens = torch.tensor([[0] * (length - len(text)) + list(text) for text in texts]).to(self.device)
-        columns = torch.arange(length)
-        doc_ids = (columns >= starts[:, None]).int().to(self.device) if bool(starts.any()) else None
+        tokens = torch.tensor([[0] * (length - len(text)) + list(text) for text in texts])
+        documents = (torch.arange(length) >= starts[:, None]).int()
+        if reader and rounded:
+            logits, state = reader(tokens, documents)
+            return state, logits
+        tokens = tokens.to(self.device)
+        doc_ids = documents.to(self.device) if bool(starts.any()) else None
         width = max(1, READ_AT_ONCE.get(self.device.type, 2048) // len(texts))
         for first in range(0, length, width):
             piece = slice(first, first + width)
             if state is not None and doc_ids is not None:
                 state = state.keep((starts < first).to(self.device))
-            documents = doc_ids[:, piece] if doc_ids is not None else None
-            logits, state = self.model.next_scores(tokens[:, piece], documents, state)
+            logits, state = self.model.next_scores(
+                tokens[:, piece], doc_ids[:, piece] if doc_ids is not None else None, state
+            )
         assert state is not None
         return state, logits
 

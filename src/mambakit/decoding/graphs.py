@@ -7,8 +7,10 @@ step of a kind is captured: the first one has compiled the kernels.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,9 @@ from .sampling import Chosen, Needs, Settings, choose
 from .stepping import Stepper
 
 DTYPES = (torch.float32, torch.bfloat16)
-MOST_GRAPHS = 64  # kept at a time
+MOST_GRAPHS, MOST_READERS = 64, 16  # kept at a time: of steps, of prompts
+READ_TOKENS, READ_STATE_BYTES = 8192, 2**28  # at most, of prompts that a graph reads
+READ_LENGTHS = 64  # the shortest
 
 
 def why_not(model: MambaLM) -> str | None:
@@ -132,8 +136,7 @@ class GraphStepper(KernelStepper):
     def __init__(self, model: MambaLM, like: State, capacity: int) -> None:
         super().__init__(model, like, capacity)
         self._captured: dict[Any, _Captured | None] = {}  # None: has run once
-        self._pool = torch.cuda.graph_pool_handle()  # of all graphs, which take turns
-        self._stream = torch.cuda.Stream(model.device)
+        self._side = _Side(model.device)
         self._is_refused = False
 
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
@@ -158,31 +161,106 @@ class GraphStepper(KernelStepper):
         if sum(captured is not None for captured in self._captured.values()) >= MOST_GRAPHS:
             torch.cuda.synchronize(self.model.device)
             self._captured.clear()
-        current = torch.cuda.current_stream(self.model.device)
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            # Other threads may make calls that a capture forbids.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                chosen = super().step(places, settings, needs)
-            except RuntimeError as error:  # too little memory, for example
+        try:
+            return _Captured(*_captured(lambda: KernelStepper.step(self, places, settings, needs), self._side))
+        except RuntimeError as error:
+            self._captured.clear()
+            if self.kernels.begins_early:  # perhaps for that reason
+                self.kernels.begins_early = False
+            else:  # too little memory, for example
                 why = str(error).splitlines()[0]
                 say(f"decoding is not captured as a CUDA graph, and so may be slower: {why}")
                 self._is_refused = True
-                self._captured.clear()
-            finally:
-                _end(graph, self._is_refused)
-        current.wait_stream(self._stream)
-        return None if self._is_refused else _Captured(graph, chosen)
+            return None
 
 
-def _end(graph: torch.cuda.CUDAGraph, has_failed: bool) -> None:
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        if not has_failed:  # else the first error was told
+class GraphReader:
+    """Reads short prompts by replays: what follows them, and the state after them. Prompts are filled up in front to
+    one of a few lengths. A shape is captured when it comes for the second time."""
+
+    def __init__(self, model: MambaLM) -> None:
+        self.model = model
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, list[Tensor]] | None] = {}
+        self._inputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._side = _Side(model.device)
+        self._is_refused = False
+        state = model.initial_state(1)
+        self._row_bytes = sum(tensor.nbytes for tensor in state.tensors())
+        self._names = list(state.layers[0])
+
+    def length(self, rows: int, length: int) -> int | None:
+        """To which so many prompts of this length are filled up; None where they are not read here."""
+        rounded = max(READ_LENGTHS, (1 << (length - 1).bit_length()))
+        rounded = rounded * 3 // 4 if length <= rounded * 3 // 4 else rounded
+        is_small = rows * rounded <= READ_TOKENS and rows * self._row_bytes <= READ_STATE_BYTES
+        return rounded if is_small and not self._is_refused else None
+
+    def __call__(self, tokens: Tensor, doc_ids: Tensor) -> tuple[Tensor, State]:
+        """Of tokens and doc_ids (B, L), on the CPU: logits (B, V) and the state."""
+        key = tokens.shape[0], tokens.shape[1]
+        if key not in self._inputs and len(self._inputs) >= MOST_READERS:
+            torch.cuda.synchronize(self.model.device)
+            self._inputs.clear()
+            self._captured.clear()
+        if key not in self._inputs:
+            self._inputs[key] = tokens.to(self.model.device), doc_ids.to(self.model.device)
+        held = self._inputs[key]
+        for own, given in zip(held, (tokens, doc_ids), strict=True):
+            own.copy_(given)
+        with torch.cuda.device(self.model.device):
+            if key not in self._captured:
+                self._captured[key] = None
+                return self._result(self._read(*held))
+            if self._captured[key] is None:
+                try:
+                    self._captured[key] = _captured(lambda: self._read(*held), self._side)
+                except RuntimeError as error:
+                    say(f"prompts are not read by a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
+                    self._is_refused = True
+            captured = self._captured[key]
+            if captured is None:
+                return self._result(self._read(*held))
+            graph, outputs = captured
+            graph.replay()
+            return self._result([output.clone() for output in outputs])  # the next replay writes over them
+
+    def _read(self, tokens: Tensor, doc_ids: Tensor) -> list[Tensor]:
+        """Logits, and of each kind of memory that of all layers (B, layers, …)."""
+        logits, state = self.model.next_scores(tokens, doc_ids, None)
+        return [logits, *(torch.stack([layer[name] for layer in state.layers], 1) for name in self._names)]
+
+    def _result(self, outputs: list[Tensor]) -> tuple[Tensor, State]:
+        layers = zip(*(block.unbind(1) for block in outputs[1:]), strict=True)
+        return outputs[0], State(tuple(dict(zip(self._names, parts, strict=True)) for parts in layers))
+
+
+class _Side:
+    """Where graphs are captured: a stream, and memory that all of them share, since they take turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+
+T = TypeVar("T")
+
+
+def _captured(work: Callable[[], T], side: _Side) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of this work, which has run before, and its result, to which replays write."""
+    current = torch.cuda.current_stream(side.stream.device)
+    graph = torch.cuda.CUDAGraph()
+    side.stream.wait_stream(current)
+    with torch.cuda.stream(side.stream):
+        # Other threads may make calls that a capture forbids.
+        graph.capture_begin(pool=side.pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # which repeats what is raised
+                graph.capture_end()
             raise
+        graph.capture_end()
+    current.wait_stream(side.stream)
+    return graph, result
 
 
 def _rounded(needs: Needs, vocab_size: int) -> Needs:
@@ -195,10 +273,9 @@ def _rounded(needs: Needs, vocab_size: int) -> Needs:
 
 
 def _first(chosen: Chosen, rows: int) -> Chosen:
-    every = chosen.tokens, chosen.is_finite, chosen.logprobs, chosen.likeliest, chosen.likeliest_logprobs
-    tokens, is_finite, *others = (None if tensor is None else tensor[:rows] for tensor in every)
-    assert tokens is not None and is_finite is not None
-    return Chosen(tokens, is_finite, *others)
+    others = chosen.logprobs, chosen.likeliest, chosen.likeliest_logprobs
+    parts = (None if tensor is None else tensor[:rows] for tensor in others)
+    return Chosen(chosen.tokens[:rows], chosen.is_finite[:rows], *parts)
 
 
 def _dtype(model: MambaLM) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from ..model import MambaLM, State
 from ..model.same_bits import SameBitsLM
 from .sampling import Chosen, Needs, Settings, choose
+
+if TYPE_CHECKING:
+    from .graphs import GraphReader
 
 
 class Stepper:
@@ -63,3 +67,12 @@ def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
         if graphs.why_not(model) is None:
             return graphs.GraphStepper(model, like, capacity)
     return Stepper(model, like, capacity)
+
+
+def make_reader(model: MambaLM) -> GraphReader | None:
+    """What reads short prompts faster than the model itself, where there is something."""
+    if model.device.type != "cuda" or not model.takes_doc_ids:
+        return None
+    from . import graphs
+
+    return graphs.GraphReader(model) if graphs.why_not(model) is None else None

@@ -31,7 +31,7 @@ Results are the same bits every time for the same number of rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from .decode_kernels import (
     norm_kernel,
     pick_kernel,
     product_kernel,
-)  # fmt: skip
+)
 from .device import is_roomy
 
 FEW = 4  # rows
@@ -179,7 +179,7 @@ class TokenKernels:
         self._best = torch.empty(capacity, parts, device=device)
         self._places = torch.empty(capacity, parts, dtype=torch.int32, device=device)
         self._finite = torch.empty(capacity, parts, dtype=torch.int32, device=device)
-        self._early, self._is_roomy = can_begin_early(device), device.type != "cuda" or is_roomy(device)
+        self.begins_early, self._is_roomy = can_begin_early(device), device.type != "cuda" or is_roomy(device)
 
     def scores(self, tokens: Tensor) -> Tensor:
         """Scores (rows, padded vocabulary) of what follows tokens (rows); the memory of the first rows moves on."""
@@ -187,10 +187,16 @@ class TokenKernels:
         with torch.cuda.device_of(tokens):
             self.embed(tokens)
             for layer in self.layers:
-                self.layer(layer, rows)
-            scratch = self._few if rows <= FEW else self._many
-            self._product(self.residual, self.head, self.logits, rows, (self.norm, self.shape.eps), scratch.normed)
+                for part in self.parts():
+                    part(layer, rows)
+            self.project_to_scores(rows)
         return self.logits[:rows]
+
+    def parts(self) -> list[Callable[[Layer, int], None]]:
+        """Of a layer, in their order."""
+        if self.shape.num_heads:
+            return [self.in_proj, self.mamba2_state, self.out_proj]
+        return [self.in_proj, self.x_proj, self.mamba1_state, self.out_proj]
 
     def choose_likeliest(self, rows: int, tokens: Tensor, chosen: Tensor, is_finite: Tensor, count: Tensor) -> None:
         """Put the tokens of the highest scores into `tokens` and `chosen`; raise `count` by one."""
@@ -207,30 +213,60 @@ class TokenKernels:
         # Without the attribute of an early launch: it waits for everything before, and so do all that follow it.
         embedding_kernel[(tokens.shape[0],)](
             tokens, self.embedding.weight, self.embedding.scale, self.residual,
-            WIDTH=width, D=triton.next_power_of_2(width), EARLY=self._early,
+            WIDTH=width, D=triton.next_power_of_2(width), EARLY=self.begins_early,
         )  # fmt: skip
 
-    def layer(self, layer: Layer, rows: int) -> None:
-        shape = self.shape
-        scratch = self._few if rows <= FEW else self._many
-        first = 0 if layer.x_proj else shape.d_inner  # of the convolution's channels
-        norm = layer.norm, shape.eps
+    def in_proj(self, layer: Layer, rows: int) -> None:
+        scratch = self._scratch(rows)
+        first = self.shape.d_inner if self.shape.num_heads else 0  # of the convolution's channels
+        norm = layer.norm, self.shape.eps
         self._product(self.residual, layer.in_proj, scratch.projected, rows, norm, scratch.normed, conv=(layer, first))
-        if layer.x_proj is not None:
-            self._product(scratch.projected, layer.x_proj, scratch.selected, rows)
-            self._mamba1_state(layer, scratch, rows)
-            self._product(scratch.y, layer.out_proj, self.residual, rows, adds=True)
-        else:
-            assert layer.gated_norm is not None
-            self._mamba2_state(layer, scratch, rows)
-            gated = layer.gated_norm, shape.norm_eps
-            y = scratch.y
+
+    def x_proj(self, layer: Layer, rows: int) -> None:
+        assert layer.x_proj is not None
+        scratch = self._scratch(rows)
+        self._product(scratch.projected, layer.x_proj, scratch.selected, rows)
+
+    def mamba1_state(self, layer: Layer, rows: int) -> None:
+        shape, few, scratch = self.shape, rows <= FEW, self._scratch(rows)
+        channels, block = 16, 1 if few else 16
+        self._launch(
+            mamba1_state_kernel, (triton.cdiv(shape.d_inner, channels), triton.cdiv(rows, block)),
+            scratch.projected, scratch.selected, scratch.selected.stride(0), layer.dt_proj, layer.dt_bias, layer.A_log,
+            layer.D, layer.state, layer.state.stride(0), scratch.y, shape.bcdt_eps or 0.0, rows,
+            INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=len(scratch.selected),
+            NORM=shape.bcdt_eps is not None, BY_DOT=not few, R=block, C=channels,
+            J=min(64, max(16, triton.next_power_of_2(shape.dt_rank))), N=triton.next_power_of_2(shape.num_states),
+            num_warps=4,
+        )  # fmt: skip
+
+    def mamba2_state(self, layer: Layer, rows: int) -> None:
+        shape, scratch = self.shape, self._scratch(rows)
+        head_dim = shape.d_inner // shape.num_heads
+        block = min(32 if rows * shape.d_inner >= 32 * 4 * 132 else 8, triton.next_power_of_2(head_dim))
+        self._launch(
+            mamba2_state_kernel, (triton.cdiv(head_dim, block), shape.num_heads, rows),
+            scratch.projected, layer.dt_bias, layer.A_log, layer.D, layer.state, layer.state.stride(0), scratch.y,
+            *shape.dt_limit, HEADS=shape.num_heads, HEAD_DIM=head_dim, GROUPS=shape.num_groups,
+            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=8,
+        )  # fmt: skip
+
+    def out_proj(self, layer: Layer, rows: int) -> None:
+        shape, scratch = self.shape, self._scratch(rows)
+        y, norm = scratch.y, None
+        if layer.gated_norm is not None:
+            norm = layer.gated_norm, shape.norm_eps
             if shape.norm_group != shape.d_inner:
-                self._normalize(y, gated, scratch.gated, rows, shape.norm_group)
-                y = scratch.gated
-            self._product(
-                y, layer.out_proj, self.residual, rows, gated if y is scratch.y else None, scratch.gated, adds=True
-            )
+                self._normalize(y, norm, scratch.gated, rows, shape.norm_group)
+                y, norm = scratch.gated, None
+        self._product(y, layer.out_proj, self.residual, rows, norm, scratch.gated, adds=True)
+
+    def project_to_scores(self, rows: int) -> None:
+        norm = self.norm, self.shape.eps
+        self._product(self.residual, self.head, self.logits, rows, norm, self._scratch(rows).normed)
+
+    def _scratch(self, rows: int) -> _Scratch:
+        return self._few if rows <= FEW else self._many
 
     def _product(
         self, x: Tensor, matrix: Matrix, out: Tensor, rows: int, norm: tuple[Tensor, float] | None = None,
@@ -273,33 +309,9 @@ class TokenKernels:
         constants = {"WIDTH": width, "GROUP": group, "D": block, "num_warps": max(1, min(16, block // 256))}
         self._launch(norm_kernel, (rows, width // group), x, norm[0], y, norm[1], **constants)
 
-    def _mamba1_state(self, layer: Layer, scratch: _Scratch, rows: int) -> None:
-        shape, few = self.shape, rows <= FEW
-        channels, block = 16, 1 if few else 16
-        self._launch(
-            mamba1_state_kernel, (triton.cdiv(shape.d_inner, channels), triton.cdiv(rows, block)),
-            scratch.projected, scratch.selected, scratch.selected.stride(0), layer.dt_proj, layer.dt_bias, layer.A_log,
-            layer.D, layer.state, layer.state.stride(0), scratch.y, shape.bcdt_eps or 0.0, rows,
-            INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=len(scratch.selected),
-            NORM=shape.bcdt_eps is not None, BY_DOT=not few, R=block, C=channels,
-            J=min(64, max(16, triton.next_power_of_2(shape.dt_rank))), N=triton.next_power_of_2(shape.num_states),
-            num_warps=4,
-        )  # fmt: skip
-
-    def _mamba2_state(self, layer: Layer, scratch: _Scratch, rows: int) -> None:
-        shape = self.shape
-        head_dim = shape.d_inner // shape.num_heads
-        block = min(32 if rows * shape.d_inner >= 32 * 4 * 132 else 8, triton.next_power_of_2(head_dim))
-        self._launch(
-            mamba2_state_kernel, (triton.cdiv(head_dim, block), shape.num_heads, rows),
-            scratch.projected, layer.dt_bias, layer.A_log, layer.D, layer.state, layer.state.stride(0), scratch.y,
-            *shape.dt_limit, HEADS=shape.num_heads, HEAD_DIM=head_dim, GROUPS=shape.num_groups,
-            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=8,
-        )  # fmt: skip
-
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        early = {"launch_pdl": True} if self._early else {}
-        kernel[grid](*arguments, **constants, EARLY=self._early, **early)
+        early = {"launch_pdl": True} if self.begins_early else {}
+        kernel[grid](*arguments, **constants, EARLY=self.begins_early, **early)
 
 
 @functools.cache
