@@ -8,14 +8,15 @@ step of a kind is captured: the first one has compiled the kernels.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Mamba1Dims
 from ..model import MambaLM, State
 from ..model.int8 import Int8Embedding, Int8Linear
 from ..model.layers import DtProjection, Embedding
@@ -23,14 +24,16 @@ from ..model.mamba1 import Mamba1
 from ..model.mamba2 import Mamba2
 from ..ops.gpu import why_no_triton
 from ..ops.gpu.sizes import DECODING_STATES, DECODING_TAPS
-from ..progress import say
 from .sampling import Chosen, Needs, Settings, choose
 from .stepping import Stepper
 
+logger = logging.getLogger("mambakit.decoding")
+
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_GRAPHS, MOST_READERS = 64, 16  # kept at a time: of steps, of prompts
-READ_TOKENS, READ_STATE_BYTES = 8192, 2**28  # at most, of prompts that a graph reads
-READ_LENGTHS = 64  # the shortest
+# Of prompts that a graph reads: the shortest length, and the most tokens times parameters, some milliseconds of work,
+# beside which launches do not count; and the most memory of their states.
+READ_LENGTH, READ_WORK, READ_STATE_BYTES = 64, 2 * 10**12, 2**28
 
 
 def why_not(model: MambaLM) -> str | None:
@@ -168,8 +171,7 @@ class GraphStepper(KernelStepper):
             if self.kernels.begins_early:  # perhaps for that reason
                 self.kernels.begins_early = False
             else:  # too little memory, for example
-                why = str(error).splitlines()[0]
-                say(f"decoding is not captured as a CUDA graph, and so may be slower: {why}")
+                logger.warning("decoding is not captured as a CUDA graph, and so may be slower: %s", _first_line(error))
                 self._is_refused = True
             return None
 
@@ -184,15 +186,16 @@ class GraphReader:
         self._inputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._side = _Side(model.device)
         self._is_refused = False
-        state = model.initial_state(1)
-        self._row_bytes = sum(tensor.nbytes for tensor in state.tensors())
-        self._names = list(state.layers[0])
+        shapes = cast(Any, model.config.dims).state_shapes()
+        self._names = list(shapes)
+        self._row_bytes = 4 * model.config.num_layers * sum(math.prod(shape) for shape in shapes.values())
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def length(self, rows: int, length: int) -> int | None:
         """To which so many prompts of this length are filled up; None where they are not read here."""
-        rounded = max(READ_LENGTHS, (1 << (length - 1).bit_length()))
+        rounded = max(READ_LENGTH, 1 << (length - 1).bit_length())
         rounded = rounded * 3 // 4 if length <= rounded * 3 // 4 else rounded
-        is_small = rows * rounded <= READ_TOKENS and rows * self._row_bytes <= READ_STATE_BYTES
+        is_small = rows * rounded * self._num_parameters <= READ_WORK and rows * self._row_bytes <= READ_STATE_BYTES
         return rounded if is_small and not self._is_refused else None
 
     def __call__(self, tokens: Tensor, doc_ids: Tensor) -> tuple[Tensor, State]:
@@ -215,7 +218,7 @@ class GraphReader:
                 try:
                     self._captured[key] = _captured(lambda: self._read(*held), self._side)
                 except RuntimeError as error:
-                    say(f"prompts are not read by a CUDA graph, and so may be slower: {str(error).splitlines()[0]}")
+                    logger.warning("prompts are not read by a CUDA graph, and so may be slower: %s", _first_line(error))
                     self._is_refused = True
             captured = self._captured[key]
             if captured is None:
@@ -263,6 +266,10 @@ def _captured(work: Callable[[], T], side: _Side) -> tuple[torch.cuda.CUDAGraph,
     return graph, result
 
 
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _rounded(needs: Needs, vocab_size: int) -> Needs:
     """Needs that cover these, of fewer kinds, so that there are fewer graphs."""
     if not needs.noise:
@@ -286,9 +293,9 @@ def _dtype(model: MambaLM) -> torch.dtype:
 def _shape(model: MambaLM) -> Any:
     from ..ops.gpu.decode import Shape
 
-    config, dims = model.config, model.config.dims
+    config, dims = model.config, cast(Any, model.config.dims)
     sizes = config.d_model, dims.d_inner, dims.state_size, config.norm_eps
-    if isinstance(dims, Mamba1Dims):
+    if config.kind == "mamba1":
         return Shape(*sizes, dt_rank=dims.dt_rank, bcdt_eps=dims.bcdt_norm_eps if dims.bcdt_norm else None)
     return Shape(
         *sizes, num_heads=dims.num_heads, num_groups=dims.num_groups, norm_eps=dims.norm_eps,
