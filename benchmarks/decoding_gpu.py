@@ -1,7 +1,7 @@
 """How fast is decoding on one GPU, and which part of a token takes how long?
 
     python benchmarks/decoding_gpu.py --out decoding.json                        all figures, about four minutes
-    python benchmarks/decoding_gpu.py --out tiles.json --tune                    tiles of the products for one row
+    python benchmarks/decoding_gpu.py --out tiles.json --tune                    all tiles, for 1 row and 64
     python benchmarks/decoding_gpu.py --out loss.json --checkpoint DIR --text FILE   what weights of 8 bits cost
 
 Weights are random: they take the same time. A text is a prompt of 100 tokens and 100 new ones, the likeliest each time.
@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,38 +175,70 @@ def profiled(work: Callable[[], Any], times: int = 5) -> list[dict[str, Any]]:
     ]
 
 
-def candidates(outputs: int, inputs: int) -> Iterator[decode.MatvecTile]:
+def matvec_tiles(inputs: int) -> list[decode.MatvecTile]:
+    found = []
     for block, warps in (4, 4), (8, 4), (16, 4), (8, 8), (16, 8), (32, 8):
         width = 16 * warps
         count, of_a_thread = -(-inputs // width), max(1, block * width // (32 * warps))
         sizes = {max(n for n in range(1, count + 1) if count % n == 0 and n * of_a_thread <= most) for most in (32, 64)}
-        yield from (decode.MatvecTile(block, width, tiles, warps) for tiles in sorted(sizes))
+        found += [decode.MatvecTile(block, width, tiles, warps) for tiles in sorted(sizes)]
+    return found
+
+
+PRODUCT_TILES = [
+    decode.ProductTile(64, *tile)
+    for tile in ((16, 128, 4, 5), (16, 256, 4, 3), (32, 128, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 8, 4))
+]
+CHANNEL_TILES = [(16, 16, 4), (16, 32, 8), (16, 8, 2), (32, 16, 8)]
+HEAD_TILES = [(8, 4), (16, 4), (16, 8), (32, 4), (32, 8), (64, 8)]
 
 
 @torch.inference_mode()
-def tune(model: MambaLM) -> list[dict[str, Any]]:
-    """Microseconds of each tile for each matrix of a layer, and for the output layer, the fastest first."""
-    stepper = GraphStepper(model, model.initial_state(1), 1)
+def tune(model: MambaLM, rows: int) -> list[dict[str, Any]]:
+    """Microseconds of each tile for each part of a layer, and for the output layer, the fastest first."""
+    stepper = GraphStepper(model, model.initial_state(1), rows)
     kernels, found = stepper.kernels, []
-    of_layers = [part for part in kernels.parts() if part.__name__.endswith("proj")]
-    for part in [*of_layers, kernels.project_to_scores]:
-        is_head = part == kernels.project_to_scores
-        matrix = kernels.head if is_head else getattr(kernels.layers[0], part.__name__)
+
+    def try_all(name: str, work: Callable[[], Any], count: int, tiles: list[Any], use: Callable[[Any], None]) -> None:
+        times = {}
+        for tile in tiles:
+            use(tile)
+            decode.matvec_tile.cache_clear()
+            decode.product_tile.cache_clear()
+            times[tile] = 1e6 * seconds(captured(work), 10) / count
+        order = sorted(times, key=lambda tile: times[tile])
+        found.append({"part": name, "us": [[*tile, round(times[tile], 2)] for tile in order]})
+        print(name, found[-1]["us"], flush=True)
+
+    for part in [*kernels.parts(), kernels.project_to_scores]:
+        is_head, layers = part == kernels.project_to_scores, kernels.layers
+        every: list[tuple[Any, ...]] = [(rows,)] * 4 if is_head else [(layer, rows) for layer in layers]
+        matrix = kernels.head if is_head else getattr(layers[0], part.__name__, None)
+        work = lambda part=part, every=every: [part(*each) for each in every]  # noqa: E731
+        if matrix is None:
+            if rows > decode.FEW:
+                name, tiles = ("CHANNELS_OF_MANY", CHANNEL_TILES) if layers[0].x_proj else ("HEAD_OF_MANY", HEAD_TILES)
+                usual = getattr(decode, name)
+                try_all(
+                    f"{name}, now {usual}", work, len(every), tiles, lambda tile, name=name: setattr(decode, name, tile)
+                )  # type: ignore[misc]
+                setattr(decode, name, usual)
+            continue
         outputs, inputs = matrix.weight.shape
         key = outputs, inputs, matrix.weight.element_size()
-        times = {}
-        for tile in candidates(outputs, inputs):
-            decode.MEASURED[key] = tile
-            decode.matvec_tile.cache_clear()
-            count = 4 if is_head else len(kernels.layers)
-            every = [()] * count if is_head else [(layer,) for layer in kernels.layers]
-            times[tile] = seconds(captured(lambda: [part(*each, 1) for each in every]), 10) / count  # noqa: B023
-        del decode.MEASURED[key]
-        decode.matvec_tile.cache_clear()
-        usual = decode.matvec_tile(*key, 1)
-        order = sorted(times, key=lambda tile: times[tile])
-        found.append({"key": key, "usual": usual, "us": [[*tile, round(1e6 * times[tile], 2)] for tile in order]})
-        print(key, "usual", [*usual], round(1e6 * times.get(usual, math.nan), 2), "fastest", found[-1]["us"][:3])
+        if rows == 1:
+            usual, table, tiles = decode.matvec_tile(*key, 1), decode.MEASURED, matvec_tiles(inputs)
+        else:
+            usual, table = decode.product_tile(*key, torch.bfloat16, rows), decode.MEASURED_FOR_64
+            tiles = PRODUCT_TILES
+        try_all(
+            f"{key}, now {[*usual]}",
+            work,
+            len(every),
+            tiles,
+            lambda tile, key=key, table=table: table.update({key: tile}),
+        )  # type: ignore[misc]
+        del table[key]
     return found
 
 
@@ -265,10 +297,9 @@ def main() -> None:
     for preset in given.models:
         for dtype in given.dtypes:
             model = random_model(preset, dtype)
-            if given.tune:
-                keep(f"{preset} {dtype}", tune(model))
-                continue
-            for rows in given.rows:
+            for rows in given.rows if given.tune else []:
+                keep(f"{preset} {dtype} {rows}", tune(model, rows))
+            for rows in [] if given.tune else given.rows:
                 found = measure(model, rows, with_parts=True, with_profile=given.profile)
                 share = found["bandwidth"] / results["copy_bandwidth"]
                 print(

@@ -190,14 +190,14 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 33, 64])
-@pytest.mark.parametrize("preset", ["mamba-130m", "mamba2-130m"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+@pytest.mark.parametrize("preset", ["mamba-130m", "mamba2-130m", "mamba-2.8b", "mamba2-2.7b"])
 @torch.inference_mode()
 def test_bf16_is_as_close_as_torch(preset: str, rows: int) -> None:
-    """Error against fp32 at most twice that of plain steps in bf16; sizes of a real model."""
-    config = ModelConfig.preset(preset).model_copy(update={"num_layers": 2})
-    wide = MambaLM(config).cuda().eval()
-    model = MambaLM(config).cuda().eval()
+    """Error against fp32 at most twice that of plain steps in bf16; sizes, and so tiles, of real models."""
+    config = ModelConfig(**{**ModelConfig.preset(preset).model_dump(exclude_unset=True), "num_layers": 2})
+    with torch.device("cuda"):
+        wide, model = MambaLM(config).eval(), MambaLM(config).eval()
     model.load_state_dict(wide.state_dict())
     model = model.to(torch.bfloat16)
     wide.load_state_dict(model.state_dict())  # the same rounded weights

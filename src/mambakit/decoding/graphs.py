@@ -32,8 +32,8 @@ logger = logging.getLogger("mambakit.decoding")
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_GRAPHS, MOST_READERS = 64, 16  # kept at a time: of steps, of prompts
 # Of prompts that a graph reads: the shortest length, and the most tokens times parameters, some milliseconds of work,
-# beside which launches do not count; and the most memory of their states.
-READ_LENGTH, READ_WORK, READ_STATE_BYTES = 64, 2 * 10**12, 2**28
+# beside which launches do not count; and the part of the GPU's memory that their states may have.
+READ_LENGTH, READ_WORK, READ_STATES = 16, 2 * 10**12, 1 / 64
 
 
 def why_not(model: MambaLM) -> str | None:
@@ -46,8 +46,8 @@ def why_not(model: MambaLM) -> str | None:
 def why_no_kernels(model: MambaLM) -> str | None:
     """The same, on any device: in Triton's interpreter the kernels run on a CPU."""
     dims: Any = model.config.dims
-    if dims.num_ranks > 1:
-        return "ranks share its layers"
+    if dims.num_ranks > 1 or any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
+        return "ranks share its layers"  # FSDP2 has tensors of a kind of its own
     if dims.state_size > DECODING_STATES or dims.conv_width > DECODING_TAPS:
         return f"it has more than {DECODING_STATES} states of a channel or {DECODING_TAPS} taps of the convolution"
     if type(model.backbone.embedding) not in (Embedding, Int8Embedding):
@@ -189,14 +189,17 @@ class GraphReader:
         shapes = cast(Any, model.config.dims).state_shapes()
         self._names = list(shapes)
         self._row_bytes = 4 * model.config.num_layers * sum(math.prod(shape) for shape in shapes.values())
+        self._most_bytes = READ_STATES * torch.cuda.get_device_properties(model.device).total_memory
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def length(self, rows: int, length: int) -> int | None:
         """To which so many prompts of this length are filled up; None where they are not read here."""
-        rounded = max(READ_LENGTH, 1 << (length - 1).bit_length())
-        rounded = rounded * 3 // 4 if length <= rounded * 3 // 4 else rounded
-        is_small = rows * rounded * self._num_parameters <= READ_WORK and rows * self._row_bytes <= READ_STATE_BYTES
-        return rounded if is_small and not self._is_refused else None
+        unit = max(READ_LENGTH, 1 << max(0, (length - 1).bit_length() - 3))  # an eighth of the next power of two
+        rounded = -(-length // unit) * unit
+        is_small = rows * rounded * self._num_parameters <= READ_WORK and rows * self._row_bytes <= self._most_bytes
+        # Autocast keeps narrowed weights until it ends, which a graph would go on to read.
+        is_refused = self._is_refused or torch.is_autocast_enabled("cuda")
+        return rounded if is_small and not is_refused else None
 
     def __call__(self, tokens: Tensor, doc_ids: Tensor) -> tuple[Tensor, State]:
         """Of tokens and doc_ids (B, L), on the CPU: logits (B, V) and the state."""

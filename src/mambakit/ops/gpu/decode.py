@@ -115,14 +115,18 @@ class ProductTile(NamedTuple):
     stages: int
 
 
-# The fastest tiles as `benchmarks/decoding_gpu.py --tune` measures them, by (outputs, inputs, bytes of a weight) for
-# one row; other matrices have those of `matvec_tile`.
+# The fastest tiles as `benchmarks/decoding_gpu.py --tune` measures them, by (outputs, inputs, bytes of a weight): for
+# one row, and for 33 to 64. Other matrices and numbers of rows have those of the functions below.
 MEASURED: dict[tuple[int, int, int], MatvecTile] = {}
+MEASURED_FOR_64: dict[tuple[int, int, int], ProductTile] = {}
+# Of the steps of the recurrences: (rows, channels, warps) of Mamba-1, and (channels of a head, warps) of Mamba-2.
+CHANNELS_OF_FEW, CHANNELS_OF_MANY = (1, 16, 4), (16, 16, 4)
+HEAD_OF_FEW, HEAD_OF_MANY = (8, 8), (32, 8)
 
 
 @functools.cache
 def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> MatvecTile:
-    """Where outputs are few, small programs of small tiles. A thread has at most 64 weights under way."""
+    """Where outputs are few, small programs of small tiles. A thread has at most 128 bytes of weights under way."""
     if rows == 1 and (outputs, inputs, weight_bytes) in MEASURED:
         return MEASURED[outputs, inputs, weight_bytes]
     warps = 8 if outputs >= 16 * PROGRAMS else 4
@@ -131,13 +135,19 @@ def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> Matv
         block //= 2
     width = min(16 * warps, max(16, triton.next_power_of_2(inputs)))
     count, of_a_thread = triton.cdiv(inputs, width), max(1, block * width // (32 * warps))
-    tiles = max(n for n in range(1, count + 1) if count % n == 0 and n * of_a_thread <= max(64, of_a_thread))
+    most = max(1, 128 // (of_a_thread * weight_bytes))
+    tiles = max(n for n in range(1, count + 1) if count % n == 0 and n <= most)
     return MatvecTile(block, width, tiles, warps)
 
 
 @functools.cache
-def product_tile(outputs: int, inputs: int, dtype: torch.dtype, rows: int, roomy: bool = True) -> ProductTile:
+def product_tile(
+    outputs: int, inputs: int, weight_bytes: int, dtype: torch.dtype, rows: int, roomy: bool = True
+) -> ProductTile:
     """`roomy`: a block may have 160 KB of shared memory; else 99, and fewer tiles are under way."""
+    measured = MEASURED_FOR_64.get((outputs, inputs, weight_bytes))
+    if measured is not None and dtype == torch.bfloat16 and 32 < rows <= 64 and roomy:
+        return measured
     block_rows = min(64, max(16, triton.next_power_of_2(rows)))
     block = 64 if outputs >= 64 * 96 else 32 if outputs >= 32 * 64 else 16
     if dtype == torch.float32:
@@ -229,7 +239,7 @@ class TokenKernels:
 
     def mamba1_state(self, layer: Layer, rows: int) -> None:
         shape, few, scratch = self.shape, rows <= FEW, self._scratch(rows)
-        channels, block = 16, 1 if few else 16
+        block, channels, warps = CHANNELS_OF_FEW if few else CHANNELS_OF_MANY
         self._launch(
             mamba1_state_kernel, (triton.cdiv(shape.d_inner, channels), triton.cdiv(rows, block)),
             scratch.projected, scratch.selected, scratch.selected.stride(0), layer.dt_proj, layer.dt_bias, layer.A_log,
@@ -237,18 +247,20 @@ class TokenKernels:
             INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=len(scratch.selected),
             NORM=shape.bcdt_eps is not None, BY_DOT=not few, R=block, C=channels,
             J=min(64, max(16, triton.next_power_of_2(shape.dt_rank))), N=triton.next_power_of_2(shape.num_states),
-            num_warps=4,
+            num_warps=warps,
         )  # fmt: skip
 
     def mamba2_state(self, layer: Layer, rows: int) -> None:
         shape, scratch = self.shape, self._scratch(rows)
         head_dim = shape.d_inner // shape.num_heads
-        block = min(32 if rows * shape.d_inner >= 32 * 4 * 132 else 8, triton.next_power_of_2(head_dim))
+        is_filled = rows * shape.d_inner >= 4 * 132 * HEAD_OF_MANY[0]  # four programs on each multiprocessor
+        block, warps = HEAD_OF_MANY if is_filled else HEAD_OF_FEW
+        block = min(block, triton.next_power_of_2(head_dim))
         self._launch(
             mamba2_state_kernel, (triton.cdiv(head_dim, block), shape.num_heads, rows),
             scratch.projected, layer.dt_bias, layer.A_log, layer.D, layer.state, layer.state.stride(0), scratch.y,
             *shape.dt_limit, HEADS=shape.num_heads, HEAD_DIM=head_dim, GROUPS=shape.num_groups,
-            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=8,
+            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=warps,
         )  # fmt: skip
 
     def out_proj(self, layer: Layer, rows: int) -> None:
@@ -294,7 +306,7 @@ class TokenKernels:
             assert normed is not None
             self._normalize(x, norm, normed, rows, inputs)
             x = normed
-        by = product_tile(outputs, inputs, x.dtype, rows, self._is_roomy)
+        by = product_tile(outputs, inputs, matrix.weight.element_size(), x.dtype, rows, self._is_roomy)
         splits, part = 1, inputs
         if out.dim() == 3:
             splits, part = out.shape[0], triton.cdiv(triton.cdiv(inputs, out.shape[0]), by.inputs) * by.inputs
