@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -140,6 +141,7 @@ class GraphStepper(KernelStepper):
         super().__init__(model, like, capacity)
         self._captured: dict[Any, _Captured | None] = {}  # None: has run once
         self._side = _Side(model.device)
+        weakref.finalize(self, torch.cuda.synchronize, model.device)  # a graph must not end while it is replayed
         self._is_refused = False
 
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
@@ -185,6 +187,7 @@ class GraphReader:
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, list[Tensor]] | None] = {}
         self._inputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._side = _Side(model.device)
+        weakref.finalize(self, torch.cuda.synchronize, model.device)  # a graph must not end while it is replayed
         self._is_refused = False
         shapes = cast(Any, model.config.dims).state_shapes()
         self._names = list(shapes)

@@ -42,8 +42,8 @@ class State:
         """The rows one by one, each in memory of its own."""
         if self.batch_size == 1:
             return [self]
-        names, shapes = list(self.layers[0]), {tuple(part.shape for part in layer.values()) for layer in self.layers}
-        if len(shapes) > 1:
+        names = list(self.layers[0])
+        if len({tuple((name, part.shape) for name, part in layer.items()) for layer in self.layers}) > 1:
             return [self.map(lambda tensor, i=i: tensor[i : i + 1].clone()) for i in range(self.batch_size)]  # type: ignore[misc]
         # All layers of a row in one copy: on a GPU a copy of each would take longer to launch than to make.
         blocks = [torch.stack([layer[name] for layer in self.layers], 1) for name in names]  # (B, layers, …)
