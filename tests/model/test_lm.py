@@ -396,3 +396,16 @@ def test_a_state_of_another_size_is_refused(kind: str) -> None:
     other = small_model(kind, state_size=9).initial_state(2)
     with pytest.raises(ValueError, match="initial_state has shape"):
         model(tokens, state=other)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_rows_of_a_state_are_taken_apart(kind: str) -> None:
+    state = small_model(kind).initial_state(3).map(lambda tensor: torch.randn(tensor.shape))
+    other = {"conv": torch.randn(3, 2, 5), "more": torch.randn(3, 4)}
+    for whole in (state, State((*state.layers, other))):  # layers that are alike, and that are not
+        rows = whole.apart()
+        for i, row in enumerate(rows):
+            assert [list(layer) for layer in row.layers] == [list(layer) for layer in whole.layers]
+            for own, all_rows in zip(row.tensors(), whole.tensors(), strict=True):
+                assert torch.equal(own, all_rows[i : i + 1]) and own.data_ptr() != all_rows[i].data_ptr()
+        assert all(map(torch.equal, State.join(rows).tensors(), whole.tensors()))

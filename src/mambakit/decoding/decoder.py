@@ -17,7 +17,7 @@ from torch import Tensor
 from ..files import UserError
 from ..model import MambaLM, State
 from .sampling import Choice, Chosen, Needs, Settings, choose
-from .stepping import Stepper, make_stepper
+from .stepping import Stepper, make_reader, make_stepper
 
 READ_AT_ONCE = {"cpu": 2048, "cuda": 16384}  # tokens: a prompt is read in pieces, so that memory does not grow with it
 Row = int  # a name that the caller gives
@@ -64,6 +64,7 @@ class Decoder:
         self._waiting: deque[_Round] = deque()  # chosen, and not read by the caller
         self._capacity = capacity  # rows that there is memory for, from the first row on
         self._stepper: Stepper | None = None
+        self._reader = make_reader(model)
         self._settings = Settings.empty(capacity, model.config.vocab_size, self.device)
 
     @torch.inference_mode()
@@ -75,11 +76,10 @@ class Decoder:
             states = [memory.state for i in group if (memory := before[i]) is not None]
             start = State.join(states) if states else None
             state, logits = self._read_together([texts[i] for i in group], start)
-            for place, i in enumerate(group):
+            for i, own, scores in zip(group, state.apart(), logits.split(1), strict=True):
                 known = before[i]
                 tokens = [*(known.tokens if known else ()), *texts[i]]
-                own = state.map(lambda tensor, place=place: tensor[place : place + 1].clone())  # type: ignore[misc]
-                found[i] = Memory(own, logits[place : place + 1].clone(), tokens)
+                found[i] = Memory(own, scores.clone(), tokens)
         return [found[i] for i in range(len(texts))]
 
     @torch.inference_mode()
@@ -87,19 +87,16 @@ class Decoder:
         """Begin rows. Their first tokens come with a next `step`."""
         if not rows:
             return
-        first = len(self.rows)
-        stepper = self._with_room(first + len(rows), next(iter(rows.values()))[0].state)
-        vocab_size = self.model.config.vocab_size
-        masks = []
-        for place, (row, (memory, choice)) in enumerate(rows.items(), first):
-            seen = self._settings.seen.new_zeros(vocab_size)
-            seen[[token for token in memory.tokens if token < vocab_size]] = True
-            self._put(stepper, place, row, memory.state, choice, 0, seen)
-            masks.append(_allowed(choice, vocab_size))
-        logits = torch.cat([memory.logits for memory, _ in rows.values()])
+        first, vocab_size = len(self.rows), self.model.config.vocab_size
+        memories, choices = [memory for memory, _ in rows.values()], [choice for _, choice in rows.values()]
+        stepper = self._with_room(first + len(rows), memories[0].state)
+        seen = _seen([memory.tokens for memory in memories], vocab_size).to(self.device)
+        self._put(stepper, list(rows), [memory.state for memory in memories], choices, [0] * len(rows), seen)
+        logits = torch.cat([memory.logits for memory in memories])
         new = Settings(*(tensor[first : len(self.rows)] for tensor in self._settings.tensors()))
-        choices = self._choices[first:]
-        allowed = torch.stack(masks).to(self.device) if any(choice.first_tokens for choice in choices) else None
+        allowed = None
+        if any(choice.first_tokens for choice in choices):
+            allowed = torch.stack([_allowed(choice, vocab_size) for choice in choices]).to(self.device)
         chosen = choose(logits, new, Needs.of(choices), allowed)
         stepper.tokens[first : len(self.rows)] = chosen.tokens
         self._waiting.append(_Round(self.rows[first:], choices, chosen))
@@ -109,26 +106,31 @@ class Decoder:
         """A token of each row that has one: of new rows the first, else the next of all. On a GPU one more step is
         under way when this returns."""
         if self.rows and self._stepper and (self._runs_ahead or not self._waiting):
-            chosen = self._stepper.step(len(self.rows), self._settings.rows(len(self.rows)), Needs.of(self._choices))
+            chosen = self._stepper.step(len(self.rows), self._settings, Needs.of(self._choices))
             self._waiting.append(_Round(list(self.rows), list(self._choices), chosen))
         if not self._waiting:
             return {}
         oldest = self._waiting.popleft()
         if not oldest.is_finite():
             raise UserError(_why_not_finite(self.model))
-        return {row: token for row, token in oldest.read().items() if row in self.rows}
+        return oldest.read()
 
     @torch.inference_mode()
     def drop(self, rows: Collection[Row]) -> None:
         """End these rows."""
-        for row in [row for row in self.rows if row in rows]:
+        ended = {row for row in self.rows if row in rows}
+        count = len(self.rows) - len(ended)
+        free = [place for place in range(count) if self.rows[place] in ended]
+        going_on = [place for place in range(count, len(self.rows)) if self.rows[place] not in ended]
+        for place, last in zip(free, going_on, strict=True):
             assert self._stepper is not None
-            place, last = self.rows.index(row), len(self.rows) - 1
-            if place != last:
-                self.rows[place], self._choices[place] = self.rows[last], self._choices[last]
-                for tensor in [*self._stepper.tensors(), *self._settings.tensors()]:
-                    tensor[place] = tensor[last]
-            del self.rows[last], self._choices[last]
+            self.rows[place], self._choices[place] = self.rows[last], self._choices[last]
+            for tensor in [*self._stepper.tensors(), *self._settings.tensors()]:
+                tensor[place] = tensor[last]
+        del self.rows[count:], self._choices[count:]
+        for waiting in self._waiting:
+            waiting.drop(ended)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.rows)
 
     @torch.inference_mode()
     def save(self, row: Row) -> Saved:
@@ -144,7 +146,7 @@ class Decoder:
         """Go on with a row that was saved; the token after the saved one comes with a next `step`."""
         place = len(self.rows)
         stepper = self._with_room(place + 1, saved.state)
-        self._put(stepper, place, row, saved.state, saved.choice, saved.count, saved.seen)
+        self._put(stepper, [row], [saved.state], [saved.choice], [saved.count], saved.seen[None].to(self.device))
         stepper.tokens[place] = saved.token
 
     def fork(self, row: Row, new: Row, seed: int | None = None) -> None:
@@ -154,15 +156,18 @@ class Decoder:
         self.restore(new, replace(saved, choice=choice))
 
     def _put(
-        self, stepper: Stepper, place: int, row: Row, state: State, choice: Choice, count: int, seen: Tensor
-    ) -> None:
-        if row in self.rows:
-            raise ValueError(f"the decoder has a row {row!r} already; drop it first, or take another name")
-        self.rows.append(row)
-        self._choices.append(choice)
-        self._settings.put(place, choice, count, seen.to(self.device))
-        for stored, new in zip(stepper.state.tensors(), state.tensors(), strict=True):
-            stored[place] = new[0]
+        self, stepper: Stepper, rows: list[Row], states: list[State], choices: list[Choice], counts: list[int],
+        seen: Tensor,
+    ) -> None:  # fmt: skip
+        """After the rows that there are."""
+        for row in rows:
+            if row in self.rows:
+                raise ValueError(f"the decoder has a row {row!r} already; drop it first, or take another name")
+        first = len(self.rows)
+        stepper.put(first, states)
+        self._settings.put(first, choices, counts, seen)
+        self.rows += rows
+        self._choices += choices
 
     def _with_room(self, rows: int, like: State) -> Stepper:
         """The stepper, with room for so many rows; the first state says of what shapes and dtypes they are."""
@@ -199,17 +204,25 @@ class Decoder:
     def _read_together(self, texts: Sequence[Sequence[int]], state: State | None) -> tuple[State, Tensor]:
         """(the state of all rows, logits (B, V)). What fills up a row is a document of its own before the text."""
         length = max(len(text) for text in texts)
+        reader = self._reader if state is None else None
+        rounded = reader.length(len(texts), length) if reader else None
+        length = rounded or length
         starts = torch.tensor([length - len(text) for text in texts])
-        tokens = torch.tensor([[0] * (length - len(text)) + list(text) for text in texts]).to(self.device)
-        columns = torch.arange(length)
-        doc_ids = (columns >= starts[:, None]).int().to(self.device) if bool(starts.any()) else None
+        tokens = torch.tensor([[0] * (length - len(text)) + list(text) for text in texts])
+        documents = (torch.arange(length) >= starts[:, None]).int()
+        if reader and rounded:
+            logits, state = reader(tokens, documents)
+            return state, logits
+        tokens = tokens.to(self.device)
+        doc_ids = documents.to(self.device) if bool(starts.any()) else None
         width = max(1, READ_AT_ONCE.get(self.device.type, 2048) // len(texts))
         for first in range(0, length, width):
             piece = slice(first, first + width)
             if state is not None and doc_ids is not None:
                 state = state.keep((starts < first).to(self.device))
-            documents = doc_ids[:, piece] if doc_ids is not None else None
-            logits, state = self.model.next_scores(tokens[:, piece], documents, state)
+            logits, state = self.model.next_scores(
+                tokens[:, piece], doc_ids[:, piece] if doc_ids is not None else None, state
+            )
         assert state is not None
         return state, logits
 
@@ -218,7 +231,7 @@ class _Round:
     """Tokens that were chosen for some rows; on a GPU they are on their way."""
 
     def __init__(self, rows: list[Row], choices: list[Choice], chosen: Chosen) -> None:
-        self.rows, self.choices = rows, choices
+        self.rows = {row: (place, choice) for place, (row, choice) in enumerate(zip(rows, choices, strict=True))}
         there = chosen.tokens.device.type != "cuda"
         tensors = (chosen.tokens, chosen.is_finite, chosen.logprobs, chosen.likeliest, chosen.likeliest_logprobs)
         self._tensors = [None if tensor is None else tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -226,22 +239,34 @@ class _Round:
         if self._arrived is not None:
             self._arrived.record()
 
+    def drop(self, rows: Collection[Row]) -> None:
+        self.rows = {row: at for row, at in self.rows.items() if row not in rows}
+
     def is_finite(self) -> bool:
         if self._arrived is not None:
             self._arrived.synchronize()
         assert self._tensors[1] is not None
-        return bool(self._tensors[1].all())
+        finite = self._tensors[1].tolist()
+        return all(finite[place] for place, _ in self.rows.values())
 
     def read(self) -> dict[Row, Token]:
         tokens, _, logprobs, likeliest, values = ([] if t is None else t.tolist() for t in self._tensors)
         found: dict[Row, Token] = {}
-        for i, (row, choice) in enumerate(zip(self.rows, self.choices, strict=True)):
+        for row, (i, choice) in self.rows.items():
             if choice.logprobs is None:
                 found[row] = Token(tokens[i])
             else:
                 rivals = tuple(zip(likeliest[i], values[i], strict=True))[: choice.logprobs]
                 found[row] = Token(tokens[i], logprobs[i], rivals)
         return found
+
+
+def _seen(texts: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """Which tokens are in each text (B, V)."""
+    seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool)
+    for row, text in zip(seen, texts, strict=True):
+        row[[token for token in set(text) if token < vocab_size]] = True
+    return seen
 
 
 def _allowed(choice: Choice, vocab_size: int) -> Tensor:

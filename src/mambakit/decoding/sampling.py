@@ -105,6 +105,7 @@ class Settings:
             field.name: torch.zeros(rows, dtype=torch.int64 if field.name in whole else torch.float32, device=device)
             for field in fields(cls)
         }
+        tensors["top_k"].fill_(1)  # rows without settings may be computed, and need a token to keep
         return cls(**{**tensors, "seen": torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)})
 
     def tensors(self) -> list[Tensor]:
@@ -114,20 +115,27 @@ class Settings:
         """Of the first rows; the same memory."""
         return Settings(*(tensor[:count] for tensor in self.tensors()))
 
-    def put(self, row: int, choice: Choice, count: int, seen: Tensor) -> None:
-        sampling, vocab_size = choice.sampling, self.seen.shape[1]
-        values = (
-            sampling.temperature,
-            min(sampling.top_k or vocab_size, vocab_size),
-            2.0 if sampling.top_p is None else sampling.top_p,  # 2: all, however the sum was rounded
-            sampling.min_p or 0.0,
-            sampling.repetition_penalty,
-            choice.seed,
-            count,
-        )
-        for tensor, value in zip(self.tensors(), values, strict=False):
-            tensor[row] = value
-        self.seen[row] = seen
+    def put(self, first: int, choices: Sequence[Choice], counts: Sequence[int], seen: Tensor) -> None:
+        """Set rows from `first` on; seen (rows, V)."""
+        vocab_size, end = self.seen.shape[1], first + len(choices)
+        columns = zip(*(_values(*of_row, vocab_size) for of_row in zip(choices, counts, strict=True)), strict=True)
+        for tensor, column in zip(self.tensors(), columns, strict=False):
+            tensor[first:end] = torch.tensor(column, dtype=tensor.dtype)
+        self.seen[first:end] = seen
+
+
+def _values(choice: Choice, count: int, vocab_size: int) -> tuple[float, ...]:
+    """In the order of the settings."""
+    sampling = choice.sampling
+    return (
+        sampling.temperature,
+        min(sampling.top_k or vocab_size, vocab_size),
+        2.0 if sampling.top_p is None else sampling.top_p,  # 2: all, however the sum was rounded
+        sampling.min_p or 0.0,
+        sampling.repetition_penalty,
+        choice.seed,
+        count,
+    )
 
 
 def choose(logits: Tensor, settings: Settings, needs: Needs, allowed: Tensor | None = None) -> Chosen:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..model import MambaLM, State
 from ..model.same_bits import SameBitsLM
 from .sampling import Chosen, Needs, Settings, choose
+
+if TYPE_CHECKING:
+    from .graphs import GraphReader
 
 
 class Stepper:
@@ -16,17 +22,26 @@ class Stepper:
 
     def __init__(self, model: MambaLM, like: State, capacity: int) -> None:
         self.model = model
-        self.state = like.map(lambda tensor: tensor.new_zeros(capacity, *tensor.shape[1:]))
+        self.state = self._memory(like, capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.int64, device=model.device)
 
     def tensors(self) -> list[Tensor]:
         return [*self.state.tensors(), self.tokens]
 
+    def put(self, first: int, states: Sequence[State]) -> None:
+        """Set the memory of rows from `first` on, to states of one row each."""
+        state = State.join(states) if len(states) > 1 else states[0]
+        for stored, new in zip(self.state.tensors(), state.tensors(), strict=True):
+            stored[first : first + len(states)] = new
+
     def step(self, rows: int, settings: Settings, needs: Needs) -> Chosen:
-        """A token for each of the first rows."""
-        chosen = choose(self._scores(rows), settings, needs)
+        """A token for each of the first rows; `settings` are of all places."""
+        chosen = choose(self._scores(rows), settings.rows(rows), needs)
         self.tokens[:rows] = chosen.tokens
         return chosen
+
+    def _memory(self, like: State, capacity: int) -> State:
+        return like.map(lambda tensor: tensor.new_zeros(capacity, *tensor.shape[1:]))
 
     def _scores(self, rows: int) -> Tensor:
         """Of the tokens that follow; the memory then holds the last ones."""
@@ -42,8 +57,22 @@ def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
     if isinstance(model, SameBitsLM):
         return Stepper(model, like, capacity)
     if model.device.type == "cpu":
-        from .cpu import CpuStepper, why_not
+        from . import cpu
 
-        if why_not(model) is None:
-            return CpuStepper(model, like, capacity)
+        if cpu.why_not(model) is None:
+            return cpu.CpuStepper(model, like, capacity)
+    if model.device.type == "cuda":
+        from . import graphs
+
+        if graphs.why_not(model) is None:
+            return graphs.GraphStepper(model, like, capacity)
     return Stepper(model, like, capacity)
+
+
+def make_reader(model: MambaLM) -> GraphReader | None:
+    """What reads short prompts faster than the model itself, where there is something."""
+    if model.device.type != "cuda" or not model.takes_doc_ids:
+        return None
+    from . import graphs
+
+    return graphs.GraphReader(model) if graphs.why_not(model) is None else None

@@ -38,6 +38,18 @@ class State:
         layers = zip(*(state.layers for state in states), strict=True)
         return cls(tuple({name: torch.cat([part[name] for part in layer]) for name in layer[0]} for layer in layers))
 
+    def apart(self) -> list[State]:
+        """The rows one by one, each in memory of its own."""
+        if self.batch_size == 1:
+            return [self]
+        names = list(self.layers[0])
+        if len({tuple((name, part.shape) for name, part in layer.items()) for layer in self.layers}) > 1:
+            return [self.map(lambda tensor, i=i: tensor[i : i + 1].clone()) for i in range(self.batch_size)]  # type: ignore[misc]
+        # All layers of a row in one copy: on a GPU a copy of each would take longer to launch than to make.
+        blocks = [torch.stack([layer[name] for layer in self.layers], 1) for name in names]  # (B, layers, …)
+        rows = [[block[i : i + 1].clone().unbind(1) for block in blocks] for i in range(self.batch_size)]
+        return [State(tuple(dict(zip(names, parts, strict=True)) for parts in zip(*row, strict=True))) for row in rows]
+
     def keep(self, rows: Tensor) -> State:
         """The memory of the rows (B) that are true, and none for the others."""
         return self.map(lambda memory: torch.where(rows.view(-1, *[1] * (memory.dim() - 1)), memory, 0))

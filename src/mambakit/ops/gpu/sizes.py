@@ -8,3 +8,5 @@ LOGITS_AT_ONCE = 2**28
 STEPS_FOR_A_STATE, STEPS_WITH_LITTLE_ROOM = 32, 16
 # Tokens of a chunk of the SSD, where four warps together multiply matrices in shared memory, and elsewhere.
 LONG_CHUNK, SHORT_CHUNK = 64, 32
+# Of decoding's kernels: the most states of a channel, and the most taps of the convolution.
+DECODING_STATES, DECODING_TAPS = 256, 8

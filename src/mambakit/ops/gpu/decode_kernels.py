@@ -1,0 +1,385 @@
+"""Triton kernels of one token of decoding. `decode.py` says which are launched for a layer, and what that costs.
+
+A matrix (OUTPUTS, INPUTS) has its inputs as neighbours in memory. Sums are fp32, in the same order every time. With
+EARLY, a kernel begins while the one before it still runs: it loads weights and states, which no kernel of this token
+has written, and only then waits. So the first kernel of a token must not begin early.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .ssd_tiles import softplus
+
+
+@triton.jit
+def _let_next_begin(EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_inputs(EARLY: tl.constexpr):
+    """Until the kernel before has ended, and with it all kernels before that."""
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def embedding_kernel(tokens, weight, scale, residual, WIDTH: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr):
+    """residual[r] = weight[token] scale[token]: one row a program."""
+    _let_next_begin(EARLY)
+    row, d = tl.program_id(0), tl.arange(0, D)
+    token = tl.load(tokens + row)
+    values = tl.load(weight + token * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    if scale is not None:
+        values *= tl.load(scale + token)
+    tl.store(residual + row * WIDTH + d, values, mask=d < WIDTH)
+
+
+@triton.jit
+def norm_kernel(x, weight, y, eps, WIDTH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr):
+    """y = rms(x) weight: one group of channels of a row a program. x and y (rows, WIDTH) are contiguous."""
+    _let_next_begin(EARLY)
+    group, d = tl.program_id(1), tl.arange(0, D)
+    offset = tl.program_id(0) * WIDTH + group * GROUP + d
+    weights = tl.load(weight + group * GROUP + d, mask=d < GROUP, other=0.0).to(tl.float32)
+    _wait_for_inputs(EARLY)
+    values = tl.load(x + offset, mask=d < GROUP, other=0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, axis=0) / GROUP + eps) * weights
+    tl.store(y + offset, values, mask=d < GROUP)
+
+
+@triton.jit
+def _conv_weights(output, conv, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The convolution's weights of these outputs, and its bias, if any."""
+    channel = output - FIRST
+    exists = (channel >= 0) & (channel < CHANNELS)
+    weights = ()
+    for i in tl.static_range(WIDTH):
+        tap = tl.load(conv + channel * WIDTH + i, mask=exists, other=0.0).to(tl.float32)
+        weights = weights + (tap,)  # noqa: RUF005 - Triton adds tuples
+    if WIDTH > 0 and conv_bias is not None:
+        weights = weights + (tl.load(conv_bias + channel, mask=exists, other=0.0).to(tl.float32),)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def _window(row, output, mask, window, window_row, FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The convolution's last inputs."""
+    channel = output - FIRST
+    exists = mask & (channel >= 0) & (channel < CHANNELS)
+    inputs = ()
+    for i in tl.static_range(WIDTH - 1):
+        place = window + row * window_row + i * CHANNELS + channel
+        inputs = inputs + (tl.load(place, mask=exists, other=0.0),)  # noqa: RUF005
+    return inputs
+
+
+@triton.jit
+def _convolved(
+    values, row, output, mask, inputs, weights, window, window_row, conv_bias,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The outputs with silu of the convolution in place of its channels, whose window moves on by one."""
+    channel = output - FIRST
+    has_channel = (channel >= 0) & (channel < CHANNELS)
+    place = window + row * window_row + channel
+    mixed = weights[WIDTH - 1] * values
+    if conv_bias is not None:
+        mixed += weights[WIDTH]
+    for i in tl.static_range(WIDTH - 1):
+        mixed += weights[i] * inputs[i].to(tl.float32)
+    tl.debug_barrier()  # all threads have read the window
+    for i in tl.static_range(1, WIDTH - 1):
+        tl.store(place + (i - 1) * CHANNELS, inputs[i], mask=mask & has_channel)
+    if WIDTH > 1:
+        tl.store(place + (WIDTH - 2) * CHANNELS, values, mask=mask & has_channel)
+    return tl.where(has_channel, mixed * tl.sigmoid(mixed), values)
+
+
+@triton.jit
+def _load_tiles(
+    weight, output, first, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
+):
+    """TILES tiles (outputs, K) of a matrix from column `first` on, all under way at once."""
+    tiles = ()
+    for i in tl.static_range(TILES):
+        k = first + i * K + tl.arange(0, K)
+        mask = (output < OUTPUTS)[:, None]
+        if INPUTS % (K * TILES) != 0:
+            mask = mask & (k < INPUTS)[None, :]
+        pointer = weight + output[:, None].to(tl.int64) * INPUTS + k[None, :]
+        tile = tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first")
+        tiles = tiles + (tile,)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _norm_tiles(norm, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr):
+    """The norm's weights (1, K) of the same columns; none where there is no norm."""
+    tiles = ()
+    if norm is not None:
+        for i in tl.static_range(TILES):
+            k = (first + i * K + tl.arange(0, K))[None, :]
+            tiles = tiles + (tl.load(norm + k, mask=k < INPUTS, other=0.0),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _add_tiles(
+    total, square, tiles, x, norms, exists, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
+):
+    """Of one row, which exists or is zeros."""
+    for i in tl.static_range(TILES):
+        k = (first + i * K + tl.arange(0, K))[None, :]
+        mask = exists
+        if INPUTS % (K * TILES) != 0:
+            mask = exists & (k < INPUTS)
+        xs = tl.load(x + k, mask=mask, other=0.0).to(tl.float32)
+        if len(norms) > 0:
+            square += xs * xs
+            xs *= norms[i].to(tl.float32)
+        total += tiles[i].to(tl.float32) * xs
+    return total, square
+
+
+@triton.jit
+def matvec_kernel(
+    x, x_row, norm, eps, weight, scale, bias, out, out_row, window, window_row, conv, conv_bias, rows,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """All of at most R rows times OUT outputs a program; the inputs are normalized first where there is a norm.
+
+    rms(x) norm W = (x norm W) / sqrt(mean x² + eps): the mean is summed beside the product. K must be less than the
+    number of threads: then each loads what it needs of x, and weights stay in the registers that they are loaded to.
+    """
+    _let_next_begin(EARLY)
+    output = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    exists = output < OUTPUTS
+    tiles = _load_tiles(weight, output, 0, OUTPUTS, INPUTS, K, TILES)
+    norms = _norm_tiles(norm, 0, INPUTS, K, TILES)
+    taps = _conv_weights(output, conv, conv_bias, FIRST, CHANNELS, WIDTH)
+    windows = ()
+    for row in tl.static_range(R):
+        inputs = _window(row, output, exists & (row < rows), window, window_row, FIRST, CHANNELS, WIDTH)
+        windows = windows + (inputs,)  # noqa: RUF005
+    _wait_for_inputs(EARLY)
+    totals, squares = (), ()
+    for row in tl.static_range(R):
+        total, square = tl.zeros([OUT, K], tl.float32), tl.zeros([1, K], tl.float32)
+        total, square = _add_tiles(total, square, tiles, x + row * x_row, norms, row < rows, 0, INPUTS, K, TILES)
+        totals, squares = totals + (total,), squares + (square,)  # noqa: RUF005
+    for first in tl.range(K * TILES, INPUTS, K * TILES):
+        tiles = _load_tiles(weight, output, first, OUTPUTS, INPUTS, K, TILES)
+        norms = _norm_tiles(norm, first, INPUTS, K, TILES)
+        new_totals, new_squares = (), ()
+        for row in tl.static_range(R):
+            total, square = _add_tiles(
+                totals[row], squares[row], tiles, x + row * x_row, norms, row < rows, first, INPUTS, K, TILES
+            )
+            new_totals, new_squares = new_totals + (total,), new_squares + (square,)  # noqa: RUF005
+        totals, squares = new_totals, new_squares
+    for row in tl.static_range(R):
+        mask = exists & (row < rows)
+        target = out + row * out_row + output
+        values = tl.sum(totals[row], axis=1)
+        if norm is not None:
+            values *= tl.rsqrt(tl.sum(squares[row], axis=1) / INPUTS + eps)
+        if scale is not None:
+            values *= tl.load(scale + output, mask=exists, other=0.0)
+        if bias is not None:
+            values += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+        if WIDTH > 0:
+            values = _convolved(
+                values, row, output, mask, windows[row], taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
+            )
+        if ADD:
+            values += tl.load(target, mask=mask, other=0.0)
+        tl.store(target, values, mask=mask)
+
+
+@triton.jit
+def product_kernel(
+    x, x_row, weight, scale, bias, out, out_row, out_split, window, window_row, conv, conv_bias, rows,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """R rows times OUT outputs by tensor cores a program, over SPLIT of the inputs (a multiple of K, or all)."""
+    _let_next_begin(EARLY)
+    output, row = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.program_id(1) * R + tl.arange(0, R)
+    begin = tl.program_id(2) * SPLIT
+    total = tl.zeros([OUT, R], tl.float32)
+    _wait_for_inputs(EARLY)
+    for first in tl.range(begin, tl.minimum(begin + SPLIT, INPUTS), K):
+        k = first + tl.arange(0, K)
+        w_mask, x_mask = (output < OUTPUTS)[:, None], (row < rows)[None, :]
+        if INPUTS % K != 0:
+            w_mask, x_mask = w_mask & (k < INPUTS)[None, :], x_mask & (k < INPUTS)[:, None]
+        w_pointer = weight + output[:, None].to(tl.int64) * INPUTS + k[None, :]
+        ws = tl.load(w_pointer, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        xs = tl.load(x + k[:, None] + row[None, :] * x_row, mask=x_mask, other=0.0)
+        total = tl.dot(ws.to(xs.dtype), xs, total, input_precision="ieee")
+    row, output = row[None, :].to(tl.int64), output[:, None]
+    exists = output < OUTPUTS
+    mask = exists & (row < rows)
+    target = out + tl.program_id(2) * out_split + row * out_row + output
+    if scale is not None:
+        total *= tl.load(scale + output, mask=exists, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        taps = _conv_weights(output, conv, conv_bias, FIRST, CHANNELS, WIDTH)
+        inputs = _window(row, output, mask, window, window_row, FIRST, CHANNELS, WIDTH)
+        total = _convolved(
+            total, row, output, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
+        )  # fmt: skip
+    if ADD:
+        total += tl.load(target, mask=mask, other=0.0)
+    tl.store(target, total, mask=mask)
+
+
+@triton.jit
+def _selected(selected, selected_split, row, rows, first, size, column, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Columns of x_proj's output, summed over the parts of its inputs."""
+    mask = (row < rows)[:, None] & (column < size)[None, :]
+    pointer = selected + row[:, None] * SIZE + first + column[None, :]
+    values = tl.load(pointer, mask=mask, other=0.0)
+    for i in tl.static_range(1, SPLITS):
+        values += tl.load(pointer + i * selected_split, mask=mask, other=0.0)
+    return values
+
+
+@triton.jit
+def _unit_rms(values, size, eps):
+    return values * tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / size + eps)
+
+
+@triton.jit
+def mamba1_state_kernel(
+    projected, selected, selected_split, dt_proj, dt_bias, A_log, D, state, state_row, y, eps, rows,
+    INNER: tl.constexpr, RANK: tl.constexpr, STATES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    BY_DOT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, J: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """dt = softplus(dt_proj(selected)); state = exp(dt A) state + dt x B; y = (state C + D x) silu(z).
+
+    R rows and C channels a program. projected (rows, 2 INNER) is x after its convolution, and z.
+    """
+    _let_next_begin(EARLY)
+    SIZE: tl.constexpr = RANK + 2 * STATES
+    channel, row = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1) * R + tl.arange(0, R)
+    n = tl.arange(0, N)
+    exists = (channel < INNER)[:, None]
+    dt_weights = ()
+    for first in tl.static_range(0, RANK, J):
+        j = first + tl.arange(0, J)
+        mask = exists & (j < RANK)[None, :]
+        tile = tl.load(dt_proj + channel[:, None] * RANK + j[None, :], mask=mask, other=0.0)
+        dt_weights = dt_weights + (tile,)  # noqa: RUF005
+    A_place = A_log + channel[None, :, None] * STATES + n[None, None, :]
+    A = -tl.exp(tl.load(A_place, mask=exists[None, :, :] & (n < STATES)[None, None, :], other=0.0))
+    bias = tl.load(dt_bias + channel, mask=channel < INNER, other=0.0)
+    skip = tl.load(D + channel, mask=channel < INNER, other=0.0)
+    mask = (row < rows)[:, None] & (channel < INNER)[None, :]
+    place = state + row[:, None, None].to(tl.int64) * state_row + channel[None, :, None] * STATES + n[None, None, :]
+    state_mask = mask[:, :, None] & (n < STATES)[None, None, :]
+    states = tl.load(place, mask=state_mask, other=0.0)
+    _wait_for_inputs(EARLY)
+    pointer = projected + row[:, None] * (2 * INNER) + channel[None, :]
+    xs = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    gates = tl.load(pointer + INNER, mask=mask, other=0.0).to(tl.float32)
+    Bs = _selected(selected, selected_split, row, rows, RANK, STATES, n, SIZE, SPLITS)
+    Cs = _selected(selected, selected_split, row, rows, RANK + STATES, STATES, n, SIZE, SPLITS)
+    if NORM:
+        Bs, Cs = _unit_rms(Bs, STATES, eps), _unit_rms(Cs, STATES, eps)
+    dt, square = tl.zeros([R, C], tl.float32), tl.zeros([R, 1], tl.float32)
+    for i in tl.static_range((RANK + J - 1) // J):
+        low = _selected(selected, selected_split, row, rows, 0, RANK, i * J + tl.arange(0, J), SIZE, SPLITS)
+        if NORM:  # rms(low) W = (low W) / sqrt(mean low² + eps)
+            square += tl.sum(low * low, axis=1, keep_dims=True)
+        if BY_DOT:
+            dt = tl.dot(low.to(dt_weights[i].dtype), tl.trans(dt_weights[i]), dt, input_precision="ieee")
+        else:
+            dt += tl.sum(low[:, None, :] * dt_weights[i].to(tl.float32)[None, :, :], axis=2)
+    if NORM:
+        dt *= tl.rsqrt(square / RANK + eps)
+    dt = softplus(dt + bias[None, :])
+    states = tl.exp(dt[:, :, None] * A) * states + (dt * xs)[:, :, None] * Bs[:, None, :]
+    tl.store(place, states, mask=state_mask)
+    ys = tl.sum(states * Cs[:, None, :], axis=2) + skip[None, :] * xs
+    tl.store(y + row[:, None] * INNER + channel[None, :], ys * gates * tl.sigmoid(gates), mask=mask)
+
+
+@triton.jit
+def mamba2_state_kernel(
+    projected, dt_bias, A_log, D, state, state_row, y, dt_low, dt_high,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATES: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """state = exp(dt A) state + dt x B; y = (state C + D x) silu(z): P channels of a head of a row a program.
+
+    projected (rows, …) is z; x, B and C after their convolution; dt.
+    """
+    _let_next_begin(EARLY)
+    INNER: tl.constexpr = HEADS * HEAD_DIM
+    SIZE: tl.constexpr = 2 * INNER + 2 * GROUPS * STATES + HEADS
+    head, row = tl.program_id(1), tl.program_id(2)
+    p, n = tl.program_id(0) * P + tl.arange(0, P), tl.arange(0, N)
+    channel = head * HEAD_DIM + p
+    place = state + row.to(tl.int64) * state_row + channel[:, None] * STATES + n[None, :]
+    mask = (p < HEAD_DIM)[:, None] & (n < STATES)[None, :]
+    states = tl.load(place, mask=mask, other=0.0)
+    A, bias, skip = -tl.exp(tl.load(A_log + head)), tl.load(dt_bias + head), tl.load(D + head)
+    _wait_for_inputs(EARLY)
+    first = projected + row * SIZE
+    dt = softplus(tl.load(first + SIZE - HEADS + head).to(tl.float32) + bias)
+    dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
+    xs = tl.load(first + INNER + channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+    gates = tl.load(first + channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+    of_group = first + 2 * INNER + head // (HEADS // GROUPS) * STATES + n
+    Bs = tl.load(of_group, mask=n < STATES, other=0.0).to(tl.float32)
+    Cs = tl.load(of_group + GROUPS * STATES, mask=n < STATES, other=0.0).to(tl.float32)
+    states = tl.exp(dt * A) * states + (dt * xs)[:, None] * Bs[None, :]
+    tl.store(place, states, mask=mask)
+    ys = tl.sum(states * Cs[None, :], axis=1) + skip * xs
+    tl.store(y + row * INNER + channel, ys * gates * tl.sigmoid(gates), mask=p < HEAD_DIM)
+
+
+@triton.jit
+def best_kernel(
+    scores, scores_row, best, place, finite, VOCABULARY: tl.constexpr, V: tl.constexpr, EARLY: tl.constexpr
+):
+    """The largest of V scores of a row, its first place, and whether all are finite: a program each."""
+    _let_next_begin(EARLY)
+    part, row = tl.program_id(0), tl.program_id(1)
+    v = part * V + tl.arange(0, V)
+    _wait_for_inputs(EARLY)
+    values = tl.load(scores + row.to(tl.int64) * scores_row + v, mask=v < VOCABULARY, other=float("-inf"))
+    is_finite = (tl.abs(values) < float("inf")) | (v >= VOCABULARY)
+    values = tl.where(values == values, values, float("inf"))  # a NaN is the largest, as torch has it
+    largest = tl.max(values, axis=0)
+    index = row * tl.num_programs(0) + part
+    tl.store(best + index, largest)
+    tl.store(place + index, tl.min(tl.where(values == largest, v, VOCABULARY - 1), axis=0))
+    tl.store(finite + index, tl.min(is_finite.to(tl.int32), axis=0))
+
+
+@triton.jit
+def pick_kernel(best, place, finite, parts, tokens, chosen, is_finite, count, PARTS: tl.constexpr, EARLY: tl.constexpr):
+    """The token of each row from the best of its parts; it is put where the next step reads it, and counted."""
+    _let_next_begin(EARLY)
+    row, part = tl.program_id(0), tl.arange(0, PARTS)
+    _wait_for_inputs(EARLY)
+    values = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
+    places = tl.load(place + row * parts + part, mask=part < parts, other=2**31 - 1)
+    token = tl.min(tl.where(values == tl.max(values, axis=0), places, 2**31 - 1), axis=0).to(tl.int64)
+    all_finite = tl.min(tl.load(finite + row * parts + part, mask=part < parts, other=1), axis=0)
+    tl.store(tokens + row, token)
+    tl.store(chosen + row, token)
+    tl.store(is_finite + row, all_finite != 0)
+    tl.store(count + row, tl.load(count + row) + 1)
