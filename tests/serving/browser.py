@@ -35,7 +35,7 @@ def chromium() -> str | None:
 def browser(folder: Path) -> Iterator[Browser]:
     """Chromium, with a new profile in this folder."""
     program = chromium()
-    assert program is not None, "Chromium is not installed; make test-page installs Debian's"
+    assert program is not None, "Chromium is not installed; make test-serving installs Debian's"
     # Chromium reads commands from descriptor 3 and writes to 4.
     command = [
         "sh",

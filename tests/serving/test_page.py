@@ -1,4 +1,4 @@
-"""The page of `mambakit serve` in headless Chromium, against a real server. make test-page installs Chromium."""
+"""The page of `mambakit serve` in headless Chromium, against a real server. make test-serving installs Chromium."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Opened = Callable[..., Page]
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if chromium() is None and "MAMBAKIT_CHROMIUM" not in os.environ:
-        pytest.skip("needs Chromium, which make test-page installs")
+        pytest.skip("needs Chromium, which make test-serving installs")
     with browser(tmp_path_factory.mktemp("chromium")) as started:
         yield started
 
