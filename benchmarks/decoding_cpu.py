@@ -10,8 +10,8 @@ For each token all weights are read. What memory allows is the rate at which the
 best of several ways and all rounds, over the bytes of weights.
 
 Each of them has a process of its own, and they take turns, round by round, so that a slow moment of the machine hits
-all; a first round is not counted. FOLDER of llama.cpp is where libllama is: `make test-llamacpp` brings it into
-.venv/llamacpp. Writes results.json.
+all; a first round is not counted. Before that, all of fp32 must choose the same tokens after the prompt. FOLDER of
+llama.cpp is where libllama is: `make test-llamacpp` brings it into .venv/llamacpp. Writes results.json.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ("fp32", "bf16", "int8")
 PROMPT_SEED = 0
+NUM_COMPARED = 8  # tokens
+Measure = tuple[Callable[[int], float], Callable[[], list[int]]]  # seconds of a token of some rows; the first tokens
 
 
 def main() -> None:
@@ -62,6 +64,7 @@ def main() -> None:
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     about = write_model(name, folder)
     common = {"folder": str(folder), "threads": options.threads, "prompt": options.prompt, "tokens": options.tokens}
+    common["vocab_size"] = about["vocab_size"]
     workers = {"memory": Worker({"what": "memory", **common}, options)}
     cases: dict[str, tuple[str, int]] = {}  # by what is shown: the worker, and the rows
     for weights in WEIGHTS:
@@ -78,6 +81,9 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     for who, rows in [("memory", 1), *cases.values()]:  # all are loaded before any is timed
         workers[who].ask(rows)
+    chosen = {who: worker.chosen() for who, worker in workers.items() if who.endswith("32")}
+    if len({tuple(tokens) for tokens in chosen.values()}) > 1:
+        raise RuntimeError(f"they do not compute the same: {chosen}")
     for number in range(options.rounds):
         rates.append(workers["memory"].ask(1))
         for case, (who, rows) in cases.items():
@@ -119,7 +125,11 @@ def write_model(name: str, folder: Path) -> dict[str, Any]:
     sizes = {"fp32": weight_bytes(model), "bf16": weight_bytes(model.bfloat16())}
     sizes["int8"] = weight_bytes(quantize_(model.float()))
     state = sum(each.numel() * each.element_size() for each in model.initial_state(1).tensors())
-    return {"parameters": model.config.num_parameters(), "weight_bytes": sizes, "state_bytes_per_row": state}
+    config = model.config
+    return {
+        "parameters": config.num_parameters(), "vocab_size": config.vocab_size, "weight_bytes": sizes,
+        "state_bytes_per_row": state,
+    }  # fmt: skip
 
 
 class Worker:
@@ -146,6 +156,15 @@ class Worker:
             raise RuntimeError(f"a worker has ended with status {self.process.wait()}")
         return float(answer)
 
+    def chosen(self) -> list[int]:
+        """The first tokens after the prompt."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("tokens\n")
+        self.process.stdin.flush()
+        found: list[int] = json.loads(self.process.stdout.readline())
+        return found
+
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -153,19 +172,19 @@ class Worker:
 
 
 def work(task: dict[str, Any]) -> None:
-    """Answer each number of rows with the seconds of one token of all of them."""
+    """Answer each number of rows with the seconds of one token of all of them, and `tokens` with some tokens."""
     import torch
 
     torch.set_num_threads(task["threads"])
-    measures: dict[str, Callable[[dict[str, Any]], Callable[[int], float]]] = {
+    measures: dict[str, Callable[[dict[str, Any]], Measure]] = {
         "memory": memory, "mambakit": mambakit, "llama.cpp": llama_cpp, "transformers": transformers,
     }  # fmt: skip
-    measured = measures[task["what"]](task)
+    measured, chosen = measures[task["what"]](task)
     for line in sys.stdin:
-        print(measured(int(line)), flush=True)
+        print(json.dumps(chosen()) if line == "tokens\n" else measured(int(line)), flush=True)
 
 
-def memory(task: dict[str, Any]) -> Callable[[int], float]:
+def memory(task: dict[str, Any]) -> Measure:
     """Bytes per second: torch's ways, and a loop of numba."""
     import numba
     import numpy as np
@@ -192,22 +211,22 @@ def memory(task: dict[str, Any]) -> Callable[[int], float]:
             rates.append(array.nbytes / (time.perf_counter() - begin))
         return max(rates)
 
-    return measured
+    return measured, list
 
 
-def prompt_of(task: dict[str, Any], rows: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(task: dict[str, Any], rows: int) -> list[list[int]]:
     import torch
 
     generator = torch.Generator().manual_seed(PROMPT_SEED)
-    found: list[list[int]] = torch.randint(vocab_size, (rows, task["prompt"]), generator=generator).tolist()
+    found: list[list[int]] = torch.randint(task["vocab_size"], (rows, task["prompt"]), generator=generator).tolist()
     return found
 
 
-def mambakit(task: dict[str, Any]) -> Callable[[int], float]:
+def mambakit(task: dict[str, Any]) -> Measure:
     import torch
 
     from mambakit import load
-    from mambakit.decoding import Choice, Decoder, Memory, Sampling
+    from mambakit.decoding import Choice, Decoder, Memory, Sampling, generate_tokens
 
     dtype = torch.bfloat16 if task["weights"] == "bf16" else torch.float32
     model = load(Path(task["folder"]) / "model", dtype=dtype, int8=task["weights"] == "int8").model
@@ -217,7 +236,7 @@ def mambakit(task: dict[str, Any]) -> Callable[[int], float]:
     def measured(rows: int) -> float:
         if rows not in kept:
             decoder = Decoder(model, rows)
-            kept[rows] = decoder, decoder.read(prompt_of(task, rows, model.config.vocab_size))
+            kept[rows] = decoder, decoder.read(prompts_of(task, rows))
         decoder, memories = kept[rows]
         decoder.add({row: (known, greedy) for row, known in enumerate(memories)})
         for _ in range(3):  # the first has no step of its own
@@ -229,17 +248,21 @@ def mambakit(task: dict[str, Any]) -> Callable[[int], float]:
         decoder.drop(range(rows))
         return seconds
 
-    return measured
+    def chosen() -> list[int]:
+        (prompt,) = prompts_of(task, 1)
+        return list(generate_tokens(model, prompt, temperature=0, max_new_tokens=NUM_COMPARED))
+
+    return measured, chosen
 
 
-def llama_cpp(task: dict[str, Any]) -> Callable[[int], float]:
+def llama_cpp(task: dict[str, Any]) -> Measure:
     from llamacpp.llama import Llama
 
     llama = Llama(Path(task["folder"]) / "model.gguf")
     llama.c.llama_set_n_threads(llama.context, task["threads"], task["threads"])
 
     def measured(_: int) -> float:
-        logits = llama.logits(prompt_of(task, 1, llama.size)[0])[-1]
+        logits = llama.logits(prompts_of(task, 1)[0])[-1]
         for _ in range(2):
             logits = llama.logits([int(logits.argmax())], begin=False)[-1]
         begin = time.perf_counter()
@@ -247,27 +270,33 @@ def llama_cpp(task: dict[str, Any]) -> Callable[[int], float]:
             logits = llama.logits([int(logits.argmax())], begin=False)[-1]
         return (time.perf_counter() - begin) / task["tokens"]
 
-    return measured
+    return measured, lambda: llama.continued(prompts_of(task, 1)[0], NUM_COMPARED)
 
 
-def transformers(task: dict[str, Any]) -> Callable[[int], float]:
+def transformers(task: dict[str, Any]) -> Measure:
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(Path(task["folder"]) / "model", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # to the last token
 
-    def generate(prompt: torch.Tensor, count: int) -> float:
-        begin = time.perf_counter()
+    prompt = torch.tensor(prompts_of(task, 1))
+
+    def generate(count: int) -> list[int]:
         found = model.generate(prompt, max_new_tokens=count, do_sample=False, use_cache=True, pad_token_id=0)
-        assert found.shape[1] == prompt.shape[1] + count
+        tokens: list[int] = found[0, prompt.shape[1] :].tolist()
+        assert len(tokens) == count
+        return tokens
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        generate(count)
         return time.perf_counter() - begin
 
     def measured(_: int) -> float:
-        prompt = torch.tensor(prompt_of(task, 1, model.config.vocab_size))
-        return (generate(prompt, task["tokens"] + 1) - generate(prompt, 1)) / task["tokens"]
+        return (seconds(task["tokens"] + 1) - seconds(1)) / task["tokens"]
 
-    return measured
+    return measured, lambda: generate(NUM_COMPARED)
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
