@@ -18,6 +18,7 @@ from runs import wait_for
 
 import mambakit
 from mambakit.cli import main
+from mambakit.decoding import read_row
 
 from .servers import LONG, Running, make_model, make_run, serving
 
@@ -389,6 +390,8 @@ def test_a_state_is_saved_and_gone_on_from(folder: Path, tmp_path: Path) -> None
         whole = server.text(prompt="Once", temperature=0, max_tokens=25)
         assert server.text(prompt="", restore_state="turn-1", temperature=0, max_tokens=15) == whole[len(first) :]
         tokens = [*b"Once", *mambakit.load(folder).generate([*b"Once"], temperature=0, max_new_tokens=10)]
+        saved = read_row(tmp_path / "states/turn-1.row", mambakit.load(folder).model)  # as mambakit generate reads it
+        assert saved.tokens == tokens
         later = server.complete(prompt=" more", restore_state="turn-1", save_state="turn-2", **options).json()
         expected = server.complete(prompt=[*tokens, *b" more"], **options).json()
         assert later["choices"] == expected["choices"]

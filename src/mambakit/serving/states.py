@@ -13,7 +13,7 @@ from ..model import MambaLM, State
 from .settings import ApiError
 
 MAX_STATES = 1000  # in a folder
-SUFFIX = ".safetensors"
+SUFFIX = ".row"
 
 
 class States:
