@@ -280,7 +280,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(folder: Path) -> None:
 
 
 def test_who_finds_the_queue_full_is_told_to_come_again(folder: Path) -> None:
-    with serving(folder, max_concurrent=1, max_queue=1, timeout=1.5) as server, ThreadPoolExecutor(2) as pool:
+    with serving(folder, max_concurrent=1, max_queue=1, timeout=3.0) as server, ThreadPoolExecutor(2) as pool:
         long = [pool.submit(server.complete, prompt="x", max_tokens=LONG, temperature=0)]
         wait_for(lambda: server.num_running() == 1, 10)
         long.append(pool.submit(server.complete, prompt="x", max_tokens=LONG, temperature=0))
@@ -377,6 +377,7 @@ def test_mistakes_of_the_command_are_told(
         ([str(folder), "--port", str(server.port)], f"--port {server.port} cannot be listened at"),
         ([str(tmp_path)], "holds no model"),
         ([str(folder), "--max-concurrent", "0"], "--max-concurrent 0: need at least 1"),
+        ([str(folder), "--grace", "nan"], "--grace nan: need a number of seconds"),
         ([str(folder), "--api-key", ""], "--api-key"),
     ]:
         assert main(["serve", *words]) == 2
