@@ -18,6 +18,7 @@ from runs import wait_for
 
 import mambakit
 from mambakit.cli import main
+from mambakit.decoding import read_row
 
 from .servers import LONG, Running, make_model, make_run, serving
 
@@ -279,7 +280,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(folder: Path) -> None:
 
 
 def test_who_finds_the_queue_full_is_told_to_come_again(folder: Path) -> None:
-    with serving(folder, max_concurrent=1, max_queue=1, timeout=1.5) as server, ThreadPoolExecutor(2) as pool:
+    with serving(folder, max_concurrent=1, max_queue=1, timeout=3.0) as server, ThreadPoolExecutor(2) as pool:
         long = [pool.submit(server.complete, prompt="x", max_tokens=LONG, temperature=0)]
         wait_for(lambda: server.num_running() == 1, 10)
         long.append(pool.submit(server.complete, prompt="x", max_tokens=LONG, temperature=0))
@@ -376,6 +377,7 @@ def test_mistakes_of_the_command_are_told(
         ([str(folder), "--port", str(server.port)], f"--port {server.port} cannot be listened at"),
         ([str(tmp_path)], "holds no model"),
         ([str(folder), "--max-concurrent", "0"], "--max-concurrent 0: need at least 1"),
+        ([str(folder), "--grace", "nan"], "--grace nan: need a number of seconds"),
         ([str(folder), "--api-key", ""], "--api-key"),
     ]:
         assert main(["serve", *words]) == 2
@@ -389,6 +391,8 @@ def test_a_state_is_saved_and_gone_on_from(folder: Path, tmp_path: Path) -> None
         whole = server.text(prompt="Once", temperature=0, max_tokens=25)
         assert server.text(prompt="", restore_state="turn-1", temperature=0, max_tokens=15) == whole[len(first) :]
         tokens = [*b"Once", *mambakit.load(folder).generate([*b"Once"], temperature=0, max_new_tokens=10)]
+        saved = read_row(tmp_path / "states/turn-1.row", mambakit.load(folder).model)  # as mambakit generate reads it
+        assert saved.tokens == tokens
         later = server.complete(prompt=" more", restore_state="turn-1", save_state="turn-2", **options).json()
         expected = server.complete(prompt=[*tokens, *b" more"], **options).json()
         assert later["choices"] == expected["choices"]

@@ -55,7 +55,9 @@ def serve(
     key = api_key if api_key is not None else os.environ.get("MAMBAKIT_API_KEY")
     return run(
         Settings(
-            path_of(checkpoint), host, port, key, device, dtype, int8, max_prompt_tokens, max_new_tokens,
-            max_concurrent, max_queue, max_body_kb, max_models, prefix_cache_mb, timeout, read_timeout, grace, states,
+            path_of(checkpoint), host=host, port=port, api_key=key, device=device, dtype=dtype, int8=int8,
+            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, max_concurrent=max_concurrent,
+            max_queue=max_queue, max_body_kb=max_body_kb, max_models=max_models, prefix_cache_mb=prefix_cache_mb,
+            timeout=timeout, read_timeout=read_timeout, grace=grace, states=states,
         )
     )  # fmt: skip

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from ..checkpoint import CheckpointError
@@ -21,7 +20,6 @@ from ..device import DTYPES, choose_device
 from ..files import UserError
 from ..loaded import load
 from ..model import MambaLM
-from ..model.int8 import quantize_
 from .chat import ChatTemplate
 from .settings import ApiError, Settings
 
@@ -119,15 +117,10 @@ class Models:
     def _open(self, name: str, path: Path) -> ServedModel:
         place = find(path)
         dtype = None if self.settings.dtype == "auto" else DTYPES[self.settings.dtype]
-        loaded = load(place, dtype=dtype)
+        loaded = load(place, dtype=dtype, int8=self.settings.int8)
         if loaded.tokenizer is None:
             raise CheckpointError(f"{place} has no tokenizer.json, which a server needs; put it there")
-        model = loaded.model.requires_grad_(False)
-        if self.settings.int8:
-            quantize_(model)
-        model.to(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        model = loaded.model.requires_grad_(False).to(self.device)
         template = ChatTemplate.of(*found) if (found := read_chat_template(place)) else None
         return ServedModel(
             name, f"{name} {next(self._numbers)}", model, whole_texts(loaded.tokenizer), loaded.end_tokens, template

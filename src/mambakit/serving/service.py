@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..decoding import Choice, Memory, Prompt, Saved, row_seed
@@ -137,20 +138,22 @@ class Service:
         began = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             served = await stack.enter_async_context(self.models.use(request.model))
-            texts = await asyncio.to_thread(make_texts, served)  # encoding a long text takes a while
             listener, stops = Listener(), request.stops()
-            is_stream = bool(request.stream)
-            num_answers = request.n or 1
+            is_stream, num_answers = bool(request.stream), request.n or 1
             seed = None if request.seed is None else request.seed % 2**63
-            for number, (prompt, text) in enumerate(texts):
-                for place in range(number * num_answers, (number + 1) * num_answers):
-                    own = row_seed(seed, place)
-                    answer = Answer(
-                        text, Choice(request.sampling(), own, prompt.first_tokens, num_likeliest), longest,
-                        frozenset(served.end_tokens), began + self.settings.timeout, listener.wake,
-                        wakes_each=is_stream or bool(stops), began=began,
-                    )  # fmt: skip
-                    listener.readers.append(Reader(place, answer, served.tokenizer, prompt, stops))
+
+            def readers() -> Iterator[Reader]:
+                for number, (prompt, text) in enumerate(make_texts(served)):
+                    for place in range(number * num_answers, (number + 1) * num_answers):
+                        own = row_seed(seed, place)
+                        answer = Answer(
+                            text, Choice(request.sampling(), own, prompt.first_tokens, num_likeliest), longest,
+                            frozenset(served.end_tokens), began + self.settings.timeout, listener.wake,
+                            wakes_each=is_stream or bool(stops), began=began,
+                        )  # fmt: skip
+                        yield Reader(place, answer, served.tokenizer, prompt, stops)
+
+            listener.readers = await asyncio.to_thread(list, readers())  # encoding a long text takes a while
             self.engine.submit([reader.answer for reader in listener.readers])
             has_usage = bool(request.stream_options and request.stream_options.include_usage)
             form = Form(isinstance(request, ChatRequest), served.id, served.tokenizer, num_likeliest)
@@ -227,7 +230,7 @@ def _call_each(functions: list[Callable[[], None]]) -> None:
         function()
 
 
-def _changed(path: Any) -> int:
+def _changed(path: Path) -> int:
     try:
         return int(path.stat().st_mtime)
     except OSError:  # deleted since

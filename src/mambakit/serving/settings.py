@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,7 +43,7 @@ class Settings:
         for field in fields(self):
             value, least = getattr(self, field.name), lowest.get(field.name, 1)
             flag = f"--{field.name.replace('_', '-')}"
-            if isinstance(value, float) and not (value >= 0 and (value > 0 or least == 0)):
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0 and (value > 0 or least == 0)):
                 raise UserError(f"{flag} {value:g}: need a number of seconds above 0")
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise UserError(f"{flag} {value}: need at least {least}")

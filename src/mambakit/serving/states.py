@@ -13,7 +13,7 @@ from ..model import MambaLM, State
 from .settings import ApiError
 
 MAX_STATES = 1000  # in a folder
-SUFFIX = ".safetensors"
+SUFFIX = ".row"
 
 
 class States:
@@ -47,8 +47,12 @@ class States:
         vocab_size = model.config.vocab_size
         seen = torch.zeros(vocab_size, dtype=torch.bool)
         seen[[token for token in tokens if token < vocab_size]] = True
-        self.check_free(name)
-        write_row(self._path(name), Saved(state, tokens[-1], choice, len(tokens), seen, tokens), model)
+        saved = Saved(state, tokens[-1], choice, len(tokens), seen, tokens)
+        try:
+            write_row(self._path(name), saved, model)
+        except UserError:
+            self.check_free(name)  # another request was faster
+            raise
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
