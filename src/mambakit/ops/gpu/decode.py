@@ -126,8 +126,11 @@ HEAD_OF_FEW, HEAD_OF_MANY = (8, 8), (32, 8)
 
 @functools.cache
 def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> MatvecTile:
-    """Where outputs are few, small programs of small tiles. A thread has at most 128 bytes of weights under way, or,
-    since more rows need more registers, 48 weights."""
+    """Where outputs are few, small programs of small tiles.
+
+    Weights under way are kept in registers. A thread has 64, or 32 where there are several rows; or 128 bytes of them
+    where programs are so few that two on a multiprocessor are enough.
+    """
     if rows == 1 and (outputs, inputs, weight_bytes) in MEASURED:
         return MEASURED[outputs, inputs, weight_bytes]
     warps = 8 if outputs >= 16 * PROGRAMS else 4
@@ -136,8 +139,8 @@ def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> Matv
         block //= 2
     width = min(16 * warps, max(16, triton.next_power_of_2(inputs)))
     count, of_a_thread = triton.cdiv(inputs, width), max(1, block * width // (32 * warps))
-    most = max(1, 128 // weight_bytes // of_a_thread if rows == 1 else 48 // of_a_thread)
-    tiles = max(n for n in range(1, count + 1) if count % n == 0 and n <= most)
+    most = 32 if rows > 1 else 64 if outputs > 2 * PROGRAMS * block else 128 // weight_bytes
+    tiles = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_a_thread <= most))
     return MatvecTile(block, width, tiles, warps)
 
 
