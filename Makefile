@@ -4,6 +4,7 @@
 # make test-distributed  models and runs on two and four ranks
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
 # make test-llamacpp  GGUF files in llama.cpp itself, whose library comes from npm; NEOX=FILE adds GPT-NeoX's tokenizer.json
+# make test-serving  mambakit serve with OpenAI's client, and its page in headless Chromium; installs Debian's, as root, where there is none
 # make campaign   runs on ranks that are killed 200 times at any moment, and before each write; some twenty minutes
 # make signals    commands that are told to stop 50 times at any moment; some ten minutes
 # make faults     signals, bad rows, full and slow disks, trackers that hang, each in every phase; some fifteen minutes
@@ -27,11 +28,12 @@ SIDE_BY_SIDE := --quiet --numprocesses $(JOBS) --dist loadfile
 DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tests/parallel/test_plan.py
 SLURM := tests/slurm
 LLAMACPP := tests/llamacpp
+SERVING := tests/serving
 
-.PHONY: test test-long test-lm-eval test-distributed test-slurm test-llamacpp campaign signals faults cold-caches demo lint bench clean
+.PHONY: test test-long test-lm-eval test-distributed test-slurm test-llamacpp test-serving campaign signals faults cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP) $(SERVING))
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
@@ -62,6 +64,11 @@ $(LLAMACPP_HOME)/.installed: Makefile
 	rm -rf $(LLAMACPP_HOME) && mkdir -p $(LLAMACPP_HOME)
 	cd $(LLAMACPP_HOME) && npm pack --silent $(LLAMACPP_PACKAGE) && tar -xzf *.tgz && rm *.tgz
 	touch $@
+
+test-serving: $(VENV)/.installed
+	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		(apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium)
+	OMP_NUM_THREADS=1 MAMBAKIT_CHROMIUM=required $(BIN)/python -m pytest --quiet $(SERVING)
 
 KILLS ?= 200
 SEED ?= 0

@@ -18,8 +18,10 @@ from mambakit import MambaLM, ModelConfig, bench, measure, ops, presets
 from mambakit.bench import common, peers, training
 from mambakit.bench.cases import RandomInputs, random_documents
 from mambakit.bench.common import Ceilings
+from mambakit.bench.generating import weight_bytes
 from mambakit.bench.operators import OPERATORS, parse_shape
 from mambakit.cli import main
+from mambakit.decoding import Decoder
 from mambakit.device import autocast
 
 CPU = torch.device("cpu")
@@ -445,7 +447,47 @@ def test_a_peer_of_another_size_is_no_peer(rates: Ceilings, tiny: None, monkeypa
     assert "parameters in place of" in report["failed_peers"][0]["error"]
 
 
+def test_decoding_is_measured_with_the_bytes_it_reads(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--batch-size", "1", "3", "--dtype", "fp32", "bf16", "int8", "--new-tokens", "4", "--prompt-length", "5"]
+    report = run(capsys, "generate", "--model", "one,two", *words, "--rounds", "2", "--device", "cpu")
+    found = report["results"]
+    keys = [(one["model"], one["weights"], one["batch_size"]) for one in found]
+    assert keys == [(m, w, b) for m in ("one", "two") for w in ("fp32", "bf16", "int8") for b in (1, 3)]
+    for one in found:
+        config = ModelConfig.preset(one["model"])
+        step = one["step"]["median_ms"] / 1e3
+        assert one["step"]["calls"] == 2 and math.isclose(one["tokens_per_second"], one["batch_size"] / step)
+        rate = one["read_bytes_per_second"]
+        assert math.isclose(one["fraction_of_weights"], one["weight_bytes"] / step / rate)
+        moved = one["weight_bytes"] + 2 * one["batch_size"] * one["state_bytes_per_row"]
+        assert math.isclose(one["fraction_of_bytes"], moved / step / rate)
+        if one["weights"] == "fp32":
+            assert one["weight_bytes"] == 4 * config.num_parameters()  # the embedding is the output layer
+    assert found[0]["weight_bytes"] > found[2]["weight_bytes"] > found[4]["weight_bytes"]
+
+
+def test_an_embedding_of_its_own_is_not_read_whole() -> None:
+    config = ModelConfig(kind="mamba1", d_model=16, num_layers=1, vocab_size=40, tie_embeddings=False)
+    assert weight_bytes(MambaLM(config)) == 4 * (config.num_parameters() - 40 * 16)
+
+
+def test_a_decoding_step_is_timed_as_long_as_it_takes(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda self: (time.sleep(0.02), step(self))[1])
+    [one] = bench.collect(bench.measure_decoding(["one"], new_tokens=5, rounds=1, device="cpu"))["results"]
+    assert 20 <= one["step"]["median_ms"] < 60
+
+
+def test_memory_is_read_about_as_fast_as_it_is_copied() -> None:
+    assert 0.3 < measure.read_rate(CPU) / measure.copy_rate(CPU) < 30
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no model to decode": (["generate"], "there is no model to measure; name one, such as tiny or mamba-130m"),
+    "rows to decode": (["generate", "--model", "tiny", "--batch-size", "1", "0"], "batch_size=0: need a whole number"),
+    "tokens to decode": (["generate", "--model", "tiny", "--new-tokens", "0"], "new_tokens=0: need a whole number"),
+    "heat": (["generate", "--model", "tiny", "--temperature", "-1"], "temperature=-1.0: need a number of at least 0"),
+    "narrow": (["generate", "--model", "tiny", "--dtype", "fp16", "--device", "cpu"], "dtype=fp16 needs a CUDA GPU"),
     "command": (["opz"], "there is no command 'bench opz'; did you mean bench ops?"),
     "operator": (["ops", "rmsnorm"], "there is no operator 'rmsnorm' to measure; did you mean rms_norm?"),
     "size": (["ops", "ssd", "--shape", "B2,L"], "shape=B2,L: 'L' is not a letter with a size"),

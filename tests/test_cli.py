@@ -12,12 +12,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import WORDS, make_corpus, make_shards, metrics, settings
+from runs import WORDS, make_corpus, make_shards, metrics, settings, wait_for
 from safetensors.torch import load_file, save_file
 
 from mambakit import presets
@@ -63,6 +64,17 @@ def examples() -> dict[str, list[str]]:
     return found
 
 
+def _end_when_it_listens() -> None:
+    """Send this process SIGTERM once the server that it starts handles it."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end() -> None:
+        wait_for(lambda: signal.getsignal(signal.SIGTERM) != before)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end).start()
+
+
 @pytest.mark.parametrize("place", examples())
 def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands, but with models of all names tiny and runs of few steps."""
@@ -85,11 +97,13 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
     for folder in ("notes", "letters", "src", "docs"):
         make_corpus(tmp_path / folder, 12)
     (tmp_path / "book.txt").write_text("\n".join(WORDS * 500))
+    (tmp_path / "prompts.txt").write_text("the cat\na dog\n")
     records = "".join(json.dumps({"title": word, "text": " ".join(WORDS)}) + "\n" for word in WORDS * 20)
     (tmp_path / "wiki.jsonl.xz").write_bytes(lzma.compress(records.encode()))
     needed = {
         "evaluate": "run",
         "generate": "run",
+        "serve": "run",
         "lengthen": "run",
         "convert": "run",
         "report": "run tuned",
@@ -137,6 +151,13 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
                 and "--init-from" not in words
             ):
                 words[words.index("run")] = f"run{len(list(tmp_path.iterdir()))}"
+        if words[0] == "serve":
+            words = (
+                [*words, "--port", "0"]
+                if "--port" not in words
+                else ["0" if word == "8080" else word for word in words]
+            )
+            _end_when_it_listens()
         if words[0] == "lengthen":
             words[words.index("--to") + 1] = "40"
             words += ["--train.steps", "3"] if "--train.steps" not in words else []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,22 +15,45 @@ from typing import Any
 import pytest
 from runs import make_corpus
 
+from mambakit.cli import main
+
 ROOT = Path(__file__).parents[1]
 
 
-def _python_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+def _blocks(document: str, language: str) -> list[str]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
 def test_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "notes")
-    blocks = _python_blocks()
+    blocks = _blocks("README.md", "python")
     assert len(blocks) == 2
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert (tmp_path / "run-by-python/checkpoints/step_00000020/model.safetensors").is_file()
+
+
+def test_the_code_and_commands_of_the_guide_to_generation_run(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "prompts.txt").write_text("the cat\na dog\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    names: dict[str, Any] = {}
+    for block in _blocks("docs/generation.md", "python"):
+        exec(compile(block, "docs/generation.md", "exec"), names)
+    assert len(names["tokens"][0]) == 20 and len(names["tokens"][1]) == 10
+    commands = [line for block in _blocks("docs/generation.md", "sh") for line in block.splitlines()]
+    assert len(commands) == 9
+    for command in commands:
+        pipe, _, words = command.rpartition("mambakit ")
+        content = (tmp_path / "prompts.txt").read_bytes() if pipe else b""
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        assert main(shlex.split(words)) == 0, command
 
 
 def test_every_path_the_documents_name_exists() -> None:

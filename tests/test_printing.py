@@ -17,7 +17,7 @@ from mambakit.cli import main
 from mambakit.data.tokenize import bytes_tokenizer
 
 MAMBAKIT = [sys.executable, "-m", "mambakit"]
-WILD = ["--temperature", "9", "--max-new-tokens", "600", "--seed", "3", "--device", "cpu"]
+WILD = ["--temperature", "9", "--max-new-tokens", "600", "--seed", "6", "--device", "cpu"]
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

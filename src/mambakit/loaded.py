@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from . import checkpoint
 from .checkpoint import CheckpointError, ModelFolder
-from .decoding import generate_text, generate_tokens
+from .decoding import Continuation, Conversation, continue_texts, generate_text, generate_tokens
+from .model.int8 import quantize_
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+__all__ = ["Conversation", "LoadedModel", "load"]
 
 
 class LoadedModel(ModelFolder):
@@ -46,18 +53,32 @@ class LoadedModel(ModelFolder):
         """The text that follows, in pieces, as it is generated. Options as for `generate_text`."""
         return (piece for _, piece in self._text([prompt], options))
 
+    def continue_texts(self, prompts: Sequence[str], **options: Any) -> Iterator[Continuation]:
+        """What follows each prompt, as each ends; `batch_size` of them at a time. Other options as for `generate`."""
+        return continue_texts(self.model, self._tokenizer(), prompts, end_tokens=self.end_tokens, **options)
+
+    def conversation(self, **settings: Any) -> Conversation:
+        """A text that is written in turns, and can be put to disk."""
+        return Conversation(self.model, self._tokenizer(), self.end_tokens, **settings)
+
     def _text(self, prompts: list[str], options: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        return generate_text(self.model, self._tokenizer(), prompts, end_tokens=self.end_tokens, **options)
+
+    def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             why = "this model has no tokenizer.json; put it into its folder, or give the prompt as token ids, in Python"
             raise CheckpointError(why)
-        return generate_text(self.model, self.tokenizer, prompts, end_tokens=self.end_tokens, **options)
+        return self.tokenizer
 
 
-def load(path: str | Path, *, dtype: torch.dtype | None = None) -> LoadedModel:
+def load(path: str | Path, *, dtype: torch.dtype | None = None, int8: bool = False) -> LoadedModel:
     """Open a run, of which the best checkpoint is taken, or a model folder of any form that `convert` reads.
 
     A checkpoint with wrong checksums is refused. Weights keep the dtype they are stored in unless `dtype` is given;
-    A_log, D and dt bias are always fp32.
+    A_log, D and dt bias are always fp32. `int8` puts the large matrices into 8 bits, fewer to read for each token;
+    the model can no longer be trained or saved.
     """
     found = checkpoint.load(path, dtype=dtype)
+    if int8:
+        quantize_(found.model)
     return LoadedModel(found.model, found.tokenizer, found.end_tokens)

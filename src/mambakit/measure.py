@@ -150,6 +150,15 @@ def copy_rate(device: torch.device) -> float:
     return 2 * size / time_calls(lambda: target.copy_(source), device, seconds=seconds, least=3).median
 
 
+def read_rate(device: torch.device) -> float:
+    """Bytes per second at which the device reads memory: the best of several ways to go once over a large array."""
+    size = 2**28 if device.type == "cuda" else 2**26  # more than any cache holds
+    source = torch.ones(size, dtype=torch.float32, device=device)
+    matrix, vector = source.view(-1, 4096), torch.ones(4096, device=device)
+    ways = (source.sum, source.amax, lambda: matrix.mv(vector))
+    return 4 * size / min(min(time_calls(way, device, seconds=0.0, least=5).seconds) for way in ways)
+
+
 def release_memory(device: torch.device) -> None:
     """Give back what is free of the GPU's memory, and forget the peak, so that it is no part of what comes next."""
     if device.type == "cuda":

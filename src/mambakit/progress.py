@@ -43,6 +43,11 @@ def bold(text: str) -> str:
     return f"\x1b[1m{for_stdout(text)}\x1b[0m" if has_styles() else for_stdout(text)
 
 
+def dim(text: str) -> str:
+    """Text for standard output that stands back where it can."""
+    return f"\x1b[2m{for_stdout(text)}\x1b[0m" if has_styles() else for_stdout(text)
+
+
 def rule(title: str) -> str:
     """A line across a terminal that begins a part of the output."""
     return f"── {printable(title)} ".ljust(min(shutil.get_terminal_size().columns, 100), "─")

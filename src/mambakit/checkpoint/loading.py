@@ -14,13 +14,16 @@ from ..config import ModelConfig
 from ..files import cache_folder, path_of
 from ..model import MambaLM
 from . import gguf, native
-from .files import TOKENIZER, CheckpointError
+from .files import TOKENIZER, TOKENIZER_CONFIG, CheckpointError, read_json
 from .fitting import build_model
 from .formats import open_model
 from .opened import OpenModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+CHAT_TEMPLATE = "chat_template.jinja"
+LARGEST_TEMPLATE = 2**20
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,31 @@ def open_whole(place: Path) -> OpenModel:
 def read_model_config(place: Path) -> ModelConfig:
     """The config of the model at a place, without its weights."""
     return open_model(place).config
+
+
+def read_chat_template(place: Path) -> tuple[str, dict[str, str]] | None:
+    """The template of a model for conversations, and the special tokens that it may name; None where it has none.
+
+    transformers keeps it in chat_template.jinja, or in tokenizer_config.json: one, or several by name.
+    """
+    values = read_json(place / TOKENIZER_CONFIG) if (place / TOKENIZER_CONFIG).is_file() else {}
+    found = values.get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    own = place / CHAT_TEMPLATE
+    if own.is_file():
+        if own.stat().st_size > LARGEST_TEMPLATE:
+            raise CheckpointError(f"{own} has {own.stat().st_size} bytes; need at most {LARGEST_TEMPLATE}")
+        found = own.read_text(encoding="utf-8")
+    if not isinstance(found, str):
+        return None
+    tokens = {}
+    for name in "bos_token", "eos_token", "unk_token", "pad_token":
+        token = values.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        tokens[name] = token if isinstance(token, str) else ""
+    return found, tokens
 
 
 def tokenizer_file(place: Path) -> Path | None:

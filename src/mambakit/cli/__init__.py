@@ -17,18 +17,24 @@ from ..progress import say
 from ..signals import STOPPED_AFTER_SAVING, Stopped
 from . import flags
 from .cluster import launch
-from .commands import bench_ops, bench_train, convert, evaluate, generate, info, prepare, report, train, verify
+from .commands import bench_generate, bench_ops, bench_train, convert, evaluate, info, prepare, report, train, verify
+from .generate import generate
 from .lengthen import lengthen
 from .output import print_line
 from .plan import plan
+from .serve import serve
 
 FUNCTIONS = (
-    prepare, train, lengthen, plan, launch, evaluate, generate, convert, report, info, verify, bench_ops, bench_train,
+    prepare, train, lengthen, plan, launch, evaluate, generate, serve, convert, report, info, verify, bench_ops,
+    bench_train, bench_generate,
 )  # fmt: skip
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}
 # Flags that take a path or a name, which are never empty: an unset variable of a shell would mean the current folder.
-PATHS = ("--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text", "--task-path")
+PATHS = (
+    "--out", "--data", "--init-from", "--resume", "--write-config", "--baseline", "--text", "--task-path", "--prompts",
+    "--save", "--restore", "--states",
+)  # fmt: skip
 NAMED = (*PATHS, "--model", "--recipe", "--tokenizer", "--container", "--time", "--mount")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import sys
@@ -17,7 +16,7 @@ from ..config import ConfigError, PrepareConfig, read_config, write_yaml
 from ..files import UserError, path_of
 from ..progress import say
 from . import flags
-from .flags import Checkpoint, Device, Json, PrepareFlags, Separator, SettingsFlags, TextColumn, Words, flag
+from .flags import Device, Json, PrepareFlags, Separator, SettingsFlags, TextColumn, Words, flag
 from .output import print_json, print_line, write
 
 if TYPE_CHECKING:
@@ -358,71 +357,6 @@ def _print_evaluation(found: Evaluation) -> None:
         write(f"{bold(sample['prompt'])}{mark}{for_stdout(sample['text'])}\n")
 
 
-def generate(
-    checkpoint: Checkpoint,
-    /,
-    prompt: Annotated[Words, UseAppendAction, flag("what to go on from; several are done together", "TEXT")],
-    max_new_tokens: Annotated[int, arg(help="longest continuation")] = 100,
-    temperature: Annotated[float, arg(help="0 takes the likeliest token; lower is safer, higher is freer")] = 1.0,
-    top_k: Annotated[int | None, flag("choose among the k likeliest tokens", "INT")] = None,
-    top_p: Annotated[float | None, flag("choose among the fewest tokens of this probability together", "FLOAT")] = None,
-    min_p: Annotated[float | None, flag(metavar="FLOAT")] = None,
-    repetition_penalty: Annotated[float, arg(help="above 1 makes tokens that were there rarer")] = 1.0,
-    stop: Annotated[Words, UseAppendAction, flag("end before this text", "TEXT")] = (),
-    seed: Annotated[int | None, flag("the same seed gives the same text", "INT")] = None,
-    stream: Annotated[bool, flag("print the text as it comes")] = False,
-    device: Device = "auto",
-    json: Json = False,
-) -> int:
-    """Write on from a prompt.
-
-    For example:
-      mambakit generate run --prompt "def "
-      mambakit generate run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stream
-      mambakit generate run --prompt "Dear" "Yours" --max-new-tokens 20 --stop "." --json
-
-    Args:
-      min_p: leave out tokens of less than this share of the likeliest's probability
-    """
-    from ..device import choose_device
-    from ..loaded import load
-    from ..progress import bold, for_stdout, rule
-
-    prompts = flags.flat(prompt)
-    if not prompts:
-        raise ConfigError(
-            f"{checkpoint} is taken for the model, and there is no text to go on from; name both, as in "
-            "mambakit generate RUN --prompt TEXT"
-        )
-    if stream and (json or len(prompts) > 1):
-        raise ConfigError("--stream prints one text as it comes; leave out --json, and give one --prompt")
-    loaded = load(checkpoint)
-    loaded.model.to(choose_device(device))
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    options |= {
-        "max_new_tokens": max_new_tokens,
-        "repetition_penalty": repetition_penalty,
-        "stop_strings": flags.flat(stop),
-    }
-    if stream:
-        pieces = loaded.stream(prompts[0], **options)
-        first = next(pieces, "")  # a mistake is told before anything is printed
-        write(bold(prompts[0]))
-        for piece in itertools.chain([first], pieces):
-            write(for_stdout(piece))
-        print_line("")
-        return 0
-    texts = loaded.generate(prompts, **options)
-    if json:
-        print_json({"results": [{"prompt": p, "text": text} for p, text in zip(prompts, texts, strict=True)]})
-        return 0
-    whole = [bold(p) + for_stdout(text) for p, text in zip(prompts, texts, strict=True)]
-    if sys.stdout.isatty() and len(whole) > 1:
-        whole = [f"{rule(f'{number} of {len(whole)}')}\n{text}" for number, text in enumerate(whole, 1)]
-    write("\n\n".join(whole) + "\n")
-    return 0
-
-
 def convert(
     source: Annotated[Positional[Path], arg(metavar="SRC", help="a model of any form that can be read, or a run")],
     target: Annotated[Positional[Path], arg(metavar="DST", help="the folder to make; for gguf the file")],
@@ -617,6 +551,40 @@ def bench_train(
     sizes |= {"steps": steps, "warmup_steps": warmup_steps}
     way: dict[str, Any] = {"compiled": compile, "cuda_graph": cuda_graph, "recompute": recompute, "device": device}
     return _print_parts(measure_training(names, peers=peers, **sizes, **way), json)
+
+
+def bench_generate(
+    model: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="PRESET[,PRESET]")],
+    batch_size: Annotated[tuple[int, ...], arg(metavar="INT …", help="rows that are continued together")] = (1,),
+    prompt_length: Annotated[int, arg(help="tokens of each prompt")] = 100,
+    new_tokens: Annotated[int, arg(help="tokens of each row that are timed")] = 100,
+    dtype: Annotated[tuple[Literal["auto", "fp32", "bf16", "fp16", "int8"], ...], flag()] = ("auto",),
+    rounds: Annotated[int, arg(help="how often prompts are read and continued")] = 3,
+    temperature: Annotated[float, arg(help="0 takes the likeliest token")] = 0.0,
+    device: Device = "auto",
+    json: Json = False,
+) -> int:
+    """Time how fast a model of random weights reads prompts and writes tokens, beside how fast memory is read.
+
+    For each token all weights are read once, for all rows together; the states of the rows are read and written. "Of
+    memory's rate" is the bytes of weights alone as a share of what memory gives, which is measured in the same run.
+
+    For example:
+      mambakit bench generate --model tiny --new-tokens 8
+      mambakit bench generate --model mamba-130m,mamba2-130m --batch-size 1 4 --dtype fp32 int8 --rounds 1
+
+    Args:
+      model: models by name, one after the other; may be given again
+      dtype: of the weights, one or several; auto: bf16 or fp16 on a GPU, fp32 on a CPU
+    """
+    from ..bench import measure_decoding
+
+    names = [name.strip() for text in model for name in text.split(",")]
+    parts = measure_decoding(
+        names, batch_sizes=batch_size, prompt_length=prompt_length, new_tokens=new_tokens, weights=dtype,
+        rounds=rounds, temperature=temperature, device=device,
+    )  # fmt: skip
+    return _print_parts(parts, json)
 
 
 def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:

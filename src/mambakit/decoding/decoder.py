@@ -41,6 +41,7 @@ class Saved:
     choice: Choice
     count: int  # tokens that were chosen
     seen: Tensor  # (V)
+    tokens: Sequence[int] = ()  # the text with `token`, where the caller keeps it
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ class Token:
 
 
 class Decoder:
-    def __init__(self, model: MambaLM, capacity: int = 1) -> None:
+    def __init__(self, model: MambaLM, capacity: int = 1, *, run_ahead: bool = True) -> None:
+        """With `run_ahead`, a GPU computes a step while the tokens of the one before are read: a row that is saved may
+        have one token more than `step` has given."""
         self.model, self.device = model, model.device
+        self._runs_ahead = run_ahead and self.device.type == "cuda"
         self.rows: list[Row] = []
         self._choices: list[Choice] = []
         self._waiting: deque[_Round] = deque()  # chosen, and not read by the caller
@@ -101,7 +105,7 @@ class Decoder:
     def step(self) -> dict[Row, Token]:
         """A token of each row that has one: of new rows the first, else the next of all. On a GPU one more step is
         under way when this returns."""
-        if self.rows and self._stepper and (self.device.type == "cuda" or not self._waiting):
+        if self.rows and self._stepper and (self._runs_ahead or not self._waiting):
             chosen = self._stepper.step(len(self.rows), self._settings, Needs.of(self._choices))
             self._waiting.append(_Round(list(self.rows), list(self._choices), chosen))
         if not self._waiting:

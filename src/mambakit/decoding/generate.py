@@ -72,10 +72,7 @@ def generate_text(
     for name, strings in ("prompts", prompts), ("stop_strings", stop_strings):
         if isinstance(strings, str):
             raise UserError(f"{name}={strings!r} is one string; need several: give [{strings!r}]")
-    if "" in stop_strings:
-        raise UserError(
-            f"stop_strings={list(stop_strings)!r} holds an empty string, which every text has; leave it out"
-        )
+    _check_stop_strings(stop_strings)
     tokenizer = whole_texts(tokenizer)
     all_prompts = [Prompt.of(tokenizer, prompt, end_tokens, model.config.vocab_size) for prompt in prompts]
     texts = [NewText(tokenizer, prompt, stop_strings) for prompt in all_prompts]
@@ -98,12 +95,11 @@ def _generate(
 ) -> Rounds:  # fmt: skip
     """Rounds of tokens, by row. Whoever takes a round sends back which rows have ended."""
     sampling = Sampling(**options)
-    if seed is not None and not 0 <= seed < 2**63:
-        raise UserError(f"seed={seed}: need a number from 0 to 2^63 - 1")
-    _check(prompts, max_new_tokens, sampling)
+    _check_prompts(prompts)
+    check_options(sampling, seed, max_new_tokens)
     for prompt in prompts:
         model.check_input(torch.tensor([list(prompt)]), 2)
-    choices = [Choice(sampling, _seed(seed, row), first_tokens.get(row, ())) for row in range(len(prompts))]
+    choices = [Choice(sampling, row_seed(seed, row), first_tokens.get(row, ())) for row in range(len(prompts))]
 
     def rounds() -> Rounds:
         decoder = Decoder(model, len(prompts))
@@ -128,7 +124,7 @@ def _next(rounds: Rounds, ended: Collection[int]) -> dict[int, int] | None:
         return None
 
 
-def _seed(seed: int | None, row: int) -> int:
+def row_seed(seed: int | None, row: int) -> int:
     """A row's own seed; row 0 has the seed itself."""
     if seed is None:
         return SystemRandom().getrandbits(63)
@@ -152,13 +148,27 @@ def _pieces(texts: list[NewText], rounds: Rounds, stop: frozenset[int]) -> Itera
             yield row, piece
 
 
-def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> None:
-    names = ["the prompt"] if len(prompts) == 1 else [f"prompt {row}" for row in range(len(prompts))]
-    problems = {
-        "there are no prompts; give at least one": len(prompts) == 0,
-        **{f"{name} is empty; give at least one token": not len(x) for name, x in zip(names, prompts, strict=True)},
-        f"max_new_tokens={max_new_tokens}: need at least 0": max_new_tokens < 0,
-    }
-    wrong = [message for message, is_wrong in problems.items() if is_wrong] + list(sampling.check())
+def check_options(sampling: Sampling, seed: int | None, max_new_tokens: int, stop_strings: Sequence[str] = ()) -> None:
+    """Raise for options that make no sense."""
+    _check_stop_strings(stop_strings)
+    wrong = [f"max_new_tokens={max_new_tokens}: need at least 0"] if max_new_tokens < 0 else []
+    wrong += [f"seed={seed}: need a number from 0 to 2^63 - 1"] if seed is not None and not 0 <= seed < 2**63 else []
+    wrong += sampling.check()
     if wrong:
         raise UserError("; ".join(wrong))
+
+
+def _check_stop_strings(stop_strings: Sequence[str]) -> None:
+    if "" in stop_strings:
+        raise UserError(
+            f"stop_strings={list(stop_strings)!r} holds an empty string, which every text has; leave it out"
+        )
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    if not prompts:
+        raise UserError("there are no prompts; give at least one")
+    names = ["the prompt"] if len(prompts) == 1 else [f"prompt {row}" for row in range(len(prompts))]
+    empty = [name for name, prompt in zip(names, prompts, strict=True) if not len(prompt)]
+    if empty:
+        raise UserError("; ".join(f"{name} is empty; give at least one token" for name in empty))

@@ -26,9 +26,11 @@ class Prompt:
     space: list[int]  # what was removed
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, text: str, end_tokens: Sequence[int], vocab_size: int) -> Prompt:
-        """An empty text starts from the first end token."""
-        tokens = _encode(tokenizer, text, end_tokens)
+    def of(
+        cls, tokenizer: Tokenizer, text: str, end_tokens: Sequence[int], vocab_size: int, *, goes_on: bool = False
+    ) -> Prompt:
+        """An empty text starts from the first end token. One that goes on from another has no token of a beginning."""
+        tokens = _encode(tokenizer, text, end_tokens, goes_on)
         if allowed := _words_after_space(tokenizer, tokens):
             return cls(tokens[:-1], [token for token in allowed if token < vocab_size], tokens[-1:])
         return cls(tokens, [], [])
@@ -51,8 +53,9 @@ class NewText:
             self.tokens.pop()
             self.num_old -= 1
 
-    def add(self, token: int) -> str:
-        return self._until_stop(self._decode(token))
+    def add(self, *tokens: int) -> str:
+        """What one token adds; or several at once, which is quicker, but does not say which one brought the stop."""
+        return self._until_stop(self._decode(tokens))
 
     def finish(self) -> str:
         """All that is still held, when no token follows."""
@@ -64,12 +67,12 @@ class NewText:
         self.text = self.tokenizer.decode(self.tokens)
         self.num_given = len(self.text)  # characters of it
 
-    def _decode(self, token: int) -> str:
-        self.tokens.append(token)
+    def _decode(self, new_tokens: Sequence[int]) -> str:
+        self.tokens += new_tokens
         before, self.text = self.text, self.tokenizer.decode(self.tokens)
         adds_nothing = self.text == before  # a special token
         # Bytes of their own, like <0x0A>, are decoded together: the next one may change this one's text.
-        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(token) or "")
+        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.id_to_token(self.tokens[-1]) or "")
         if adds_nothing or self.text.endswith("\ufffd") or is_byte:
             return ""
         new = self.text[self.num_given :]
@@ -109,12 +112,13 @@ def _words_after_space(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
     return sorted(found) if len(found) > 1 else []
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int]) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: str, end_tokens: Sequence[int], goes_on: bool) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"the prompt {prompt!r} is not UTF-8; give it in UTF-8, as the terminal should be") from None
-    tokens = tokenizer.encode(prompt).ids or (list(end_tokens[:1]) if prompt == "" else [])
+    tokens = tokenizer.encode(prompt, add_special_tokens=not goes_on).ids
+    tokens = tokens or (list(end_tokens[:1]) if prompt == "" else [])
     if not tokens:
         raise UserError(
             f"the prompt {prompt!r} has no token to start from; give text that the tokenizer knows, "
