@@ -9,9 +9,10 @@ four kernels (Mamba-1) or three (Mamba-2):
     state     dt, step of the recurrence, gate; dt_proj's product within (Mamba-1)
     out_proj  gated norm (Mamba-2), product, sum into the residual stream
 
-With them 24 layers are 96 or 72 kernels, and 3 more follow: the output layer, and two that choose the likeliest token.
-Where the GPU can (compute capability 9.0), a kernel begins while the one before it ends, and loads its weights before
-it waits: a kernel then costs about 2 µs, and a token of mamba-130m 96 × 2 + 18 (77 MB of output layer) + 6 = 216 µs.
+With them 24 layers are 96 or 72 kernels. Four more are the embedding, the output layer with the last norm, and two
+that choose the likeliest token. Where the GPU can (compute capability 9.0), a kernel begins while the one before it
+ends, and loads its weights and states before it waits. At 2 µs a kernel, a token of mamba-130m takes 96 × 2 + 18
+(77 MB of output layer) + 6 = 216 µs; these are estimates, and `benchmarks/decoding_gpu.py` measures.
 
 | | weights | states, read and written | at 4.2 TB/s |
 | --- | --- | --- | --- |
