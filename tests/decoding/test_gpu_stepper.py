@@ -189,11 +189,15 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         assert len(lines) >= 5 and all(" 0 bytes of stack" in line for line in lines), done.stdout
 
 
+SMALL_MODELS = [(preset, rows, "bf16") for preset in ("mamba-130m", "mamba2-130m") for rows in (1, 3, 8, 64)]
+LARGE_MODELS = [(preset, rows, "bf16") for preset in ("mamba-2.8b", "mamba2-2.7b") for rows in (1, 64)]
+INT8_MODELS = [(preset, rows, "int8") for preset in ("mamba-2.8b", "mamba2-130m") for rows in (1, 64)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 8, 64])
-@pytest.mark.parametrize("preset", ["mamba-130m", "mamba2-130m", "mamba-2.8b", "mamba2-2.7b"])
+@pytest.mark.parametrize(("preset", "rows", "weights"), [*SMALL_MODELS, *LARGE_MODELS, *INT8_MODELS])
 @torch.inference_mode()
-def test_bf16_is_as_close_as_torch(preset: str, rows: int) -> None:
+def test_bf16_is_as_close_as_torch(preset: str, rows: int, weights: str) -> None:
     """Error against fp32 at most twice that of plain steps in bf16; sizes, and so tiles, of real models."""
     config = ModelConfig(**{**ModelConfig.preset(preset).model_dump(exclude_unset=True), "num_layers": 2})
     with torch.device("cuda"):
@@ -201,6 +205,8 @@ def test_bf16_is_as_close_as_torch(preset: str, rows: int) -> None:
     model.load_state_dict(wide.state_dict())
     model = model.to(torch.bfloat16)
     wide.load_state_dict(model.state_dict())  # the same rounded weights
+    if weights == "int8":
+        wide, model = quantize_(wide), quantize_(model)
     start = model.initial_state(1)
     ours, plain = KernelStepper(model, start, rows), Stepper(model, start, rows)
     exact = Stepper(wide, wide.initial_state(1), rows)

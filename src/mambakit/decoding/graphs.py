@@ -170,10 +170,12 @@ class GraphStepper(KernelStepper):
             return _Captured(*_captured(lambda: KernelStepper.step(self, places, settings, needs), self._side))
         except RuntimeError as error:
             self._captured.clear()
+            why = _first_line(error)
             if self.kernels.begins_early:  # perhaps for that reason
+                logger.warning("decoding's kernels now begin one after the other, and so may be slower: %s", why)
                 self.kernels.begins_early = False
             else:  # too little memory, for example
-                logger.warning("decoding is not captured as a CUDA graph, and so may be slower: %s", _first_line(error))
+                logger.warning("decoding is not captured as a CUDA graph, and so may be slower: %s", why)
                 self._is_refused = True
             return None
 

@@ -9,9 +9,10 @@ four kernels (Mamba-1) or three (Mamba-2):
     state     dt, step of the recurrence, gate; dt_proj's product within (Mamba-1)
     out_proj  gated norm (Mamba-2), product, sum into the residual stream
 
-With them 24 layers are 96 or 72 kernels, and 3 more follow: the output layer, and two that choose the likeliest token.
-Where the GPU can (compute capability 9.0), a kernel begins while the one before it ends, and loads its weights before
-it waits: a kernel then costs about 2 µs, and a token of mamba-130m 96 × 2 + 18 (77 MB of output layer) + 6 = 216 µs.
+With them 24 layers are 96 or 72 kernels. Four more are the embedding, the output layer with the last norm, and two
+that choose the likeliest token. Where the GPU can (compute capability 9.0), a kernel begins while the one before it
+ends, and loads its weights and states before it waits. At 2 µs a kernel, a token of mamba-130m takes 96 × 2 + 18
+(77 MB of output layer) + 6 = 216 µs; these are estimates, and `benchmarks/decoding_gpu.py` measures.
 
 | | weights | states, read and written | at 4.2 TB/s |
 | --- | --- | --- | --- |
@@ -126,7 +127,11 @@ HEAD_OF_FEW, HEAD_OF_MANY = (8, 8), (32, 8)
 
 @functools.cache
 def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> MatvecTile:
-    """Where outputs are few, small programs of small tiles. A thread has at most 128 bytes of weights under way."""
+    """Where outputs are few, small programs of small tiles.
+
+    Weights under way are kept in registers. A thread has 64, or 32 where there are several rows; or 128 bytes of them
+    where programs are so few that two on a multiprocessor are enough.
+    """
     if rows == 1 and (outputs, inputs, weight_bytes) in MEASURED:
         return MEASURED[outputs, inputs, weight_bytes]
     warps = 8 if outputs >= 16 * PROGRAMS else 4
@@ -135,8 +140,8 @@ def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> Matv
         block //= 2
     width = min(16 * warps, max(16, triton.next_power_of_2(inputs)))
     count, of_a_thread = triton.cdiv(inputs, width), max(1, block * width // (32 * warps))
-    most = max(1, 128 // (of_a_thread * weight_bytes))
-    tiles = max(n for n in range(1, count + 1) if count % n == 0 and n <= most)
+    most = 32 if rows > 1 else 64 if outputs > 2 * PROGRAMS * block else 128 // weight_bytes
+    tiles = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_a_thread <= most))
     return MatvecTile(block, width, tiles, warps)
 
 
