@@ -150,10 +150,13 @@ class Decoder:
         stepper.tokens[place] = saved.token
 
     def fork(self, row: Row, new: Row, seed: int | None = None) -> None:
-        """A second row that goes on from where the first is: by the same choices, or by those of another seed."""
+        """A second row that goes on from where the first is: by the same choices, or by those of another seed. Tokens
+        that were chosen and not yet given are those of both."""
         saved = self.save(row)
         choice = saved.choice if seed is None else replace(saved.choice, seed=seed)
         self.restore(new, replace(saved, choice=choice))
+        for waiting in self._waiting:
+            waiting.fork(row, new)
 
     def _put(
         self, stepper: Stepper, rows: list[Row], states: list[State], choices: list[Choice], counts: list[int],
@@ -241,6 +244,10 @@ class _Round:
 
     def drop(self, rows: Collection[Row]) -> None:
         self.rows = {row: at for row, at in self.rows.items() if row not in rows}
+
+    def fork(self, row: Row, new: Row) -> None:
+        if row in self.rows:
+            self.rows[new] = self.rows[row]
 
     def is_finite(self) -> bool:
         if self._arrived is not None:
