@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -path '*/__pycache__/*')
 
 LONG := tests/training tests/data/test_readers_encodings.py tests/data/test_isolated.py tests/data/test_tasks.py \
-	tests/checkpoint/test_conversion_memory.py tests/decoding/test_long.py
+	tests/checkpoint/test_conversion_memory.py tests/decoding/test_long.py tests/decoding/test_gpu_stepper.py
 
 # Test files side by side, one to a process, each with one thread.
 JOBS ?= 2
