@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..model import MambaLM, State
-from ..model.same_bits import SameBitsLM
+from ..model.lm import Block
 from .sampling import Chosen, Needs, Settings, choose
 
 if TYPE_CHECKING:
@@ -54,14 +54,12 @@ class Stepper:
 
 def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
     """The fastest there is for this model. `like`: a state of one row."""
-    if isinstance(model, SameBitsLM):
-        return Stepper(model, like, capacity)
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" and _is_plain(model):
         from . import cpu
 
         if cpu.why_not(model) is None:
             return cpu.CpuStepper(model, like, capacity)
-    if model.device.type == "cuda":
+    if model.device.type == "cuda" and _is_plain(model):
         from . import graphs
 
         if graphs.why_not(model) is None:
@@ -71,8 +69,13 @@ def make_stepper(model: MambaLM, like: State, capacity: int) -> Stepper:
 
 def make_reader(model: MambaLM) -> GraphReader | None:
     """What reads short prompts faster than the model itself, where there is something."""
-    if model.device.type != "cuda" or not model.takes_doc_ids:
+    if model.device.type != "cuda" or not _is_plain(model):
         return None
     from . import graphs
 
     return graphs.GraphReader(model) if graphs.why_not(model) is None else None
+
+
+def _is_plain(model: MambaLM) -> bool:
+    """Whether its layers are as they were built: ranks that shard them put classes of their own in their place."""
+    return type(model) is MambaLM and all(type(block) is Block for block in model.blocks())
