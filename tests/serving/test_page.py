@@ -91,7 +91,7 @@ def new_text(page: Page, output: str = FIRST) -> str:
 def test_text_appears_while_it_is_generated(opened: Opened, server: Running) -> None:
     page = with_models(opened())
     page.type("#prompt", PROMPT)
-    set_numbers(page, temperature=0, top_p=1, max_tokens=1000, seed=3)
+    set_numbers(page, temperature=0, top_p=1, max_tokens=5000, seed=3)
     page.value("document.querySelector('#prompt').focus()")
     page.press("Enter", CONTROL)
     lengths = []
@@ -99,8 +99,8 @@ def test_text_appears_while_it_is_generated(opened: Opened, server: Running) -> 
         lengths.append(len(new_text(page)))
     assert len(set(lengths)) > 5 and lengths == sorted(lengths)
     assert page.text(f"{FIRST} .given") == PROMPT
-    assert new_text(page) == server.text(prompt=PROMPT, temperature=0, max_tokens=1000)
-    assert stat(page, "tokens") == "1000" and stat(page, "finish") == "token limit" and stat(page, "seed") == "3"
+    assert new_text(page) == server.text(prompt=PROMPT, temperature=0, max_tokens=5000)
+    assert stat(page, "tokens") == "5000" and stat(page, "finish") == "token limit" and stat(page, "seed") == "3"
     assert float(stat(page, "rate")) > 0 and stat(page, "first").endswith("s")
     colors = [
         page.value(f"getComputedStyle(document.querySelector('{FIRST} {part}')).color") for part in (".given", ".new")
