@@ -6,8 +6,8 @@ Models of random weights: mamba-130m and mamba2-130m. For each: mambakit with fp
 1, 8 and 64; llama.cpp on the f32 GGUF file that `mambakit convert` writes; transformers' `generate` on the folder in
 Hugging Face's form, in plain torch. All with the same threads, greedy, after a prompt. Reading the prompt is not timed.
 
-For each token all weights are read. What memory allows is the rate at which these threads read a large array, by the
-best of several ways and all rounds, over the bytes of weights.
+For each token all weights are read. What memory allows is the rate at which these threads read a large array in the
+same round, by the best of several ways, over the bytes of weights: a machine's memory may be faster for a while.
 
 Each of them has a process of its own, and they take turns, round by round, so that a slow moment of the machine hits
 all; a first round is not counted. Before that, all of fp32 must choose the same tokens after the prompt. FOLDER of
@@ -91,8 +91,8 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         print(f"{name}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     for worker in workers.values():
         worker.end()
-    best = max(rates)
-    found: dict[str, Any] = {"memory_bytes_per_second": best, "memory_rounds": rates, **about, "results": {}}
+    memory_rate = statistics.median(rates)
+    found: dict[str, Any] = {"memory_bytes_per_second": memory_rate, "memory_rounds": rates, **about, "results": {}}
     for case, (who, rows) in cases.items():
         median = statistics.median(seconds[case])
         size = about["weight_bytes"][who.split()[1] if who.startswith("mambakit") else "fp32"]
@@ -101,7 +101,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
             "slowest": rows / max(seconds[case]),
             "fastest": rows / min(seconds[case]),
             "weight_bytes": size,
-            "fraction_of_memory": size / median / best,
+            "fraction_of_memory": statistics.median(size / s / r for s, r in zip(seconds[case], rates, strict=True)),
             "seconds_per_token": seconds[case],
         }
     return found
