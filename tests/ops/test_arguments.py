@@ -50,7 +50,7 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("op", "change", "error", "message"), WRONG, ids=[f"{w[0]}-{'-'.join(w[1])}" for w in WRONG])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 def test_wrong_arguments_are_named(
     backend: str, op: str, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_wrong_arguments_are_named(
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 def test_decreasing_documents_are_refused(op: str, backend: str) -> None:
     arguments = {"conv": cases.conv, "scan": cases.scan, "ssd": cases.ssd}[op](2, 8)
     ids = _ids([0, 0, 1, 1, 2, 2, 2, 2])
@@ -101,7 +101,7 @@ def test_steps_check_their_state() -> None:
 def test_unknown_backend_is_refused() -> None:
     with (
         pytest.raises(
-            ValueError, match="ops.backend\\('tpu'\\) does not exist here; choose one of auto, reference, cpu"
+            ValueError, match="ops.backend\\('tpu'\\) does not exist here; choose one of auto, reference, torch, cpu"
         ),
         ops.backend("tpu"),
     ):
@@ -143,13 +143,14 @@ def test_who_serves_a_call_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch, cap
     narrow, weight = like(torch.bfloat16, shape=(1, 2, 3, 300)), torch.empty(5, 17)
     monkeypatch.setattr(dispatch, "_absent", lambda kernel, index: None)
     assert chosen("causal_conv1d", narrow, weight[:, 1:]) == ("cuda", "fastest for this device)")
-    assert chosen("causal_conv1d", like(torch.float64), weight)[0] == "reference"
+    assert chosen("causal_conv1d", like(torch.float64), weight)[0] == "torch"
     taps = "its kernel has at most 16 taps, and weight has 17"
-    assert chosen("causal_conv1d", narrow, weight) == ("reference", f"{taps}; this is slow)")
+    assert chosen("causal_conv1d", narrow, weight) == ("torch", f"{taps})")
     B = torch.empty(1, 2, 1, 8)
     heads = "its kernel takes heads of up to 256 channels, and those of x have 300"
     assert chosen("ssd", narrow, None, None, B, chunk_size=None) == ("torch", f"{heads})")
-    assert chosen("embedding", like(torch.float32, "mps"))[0] == "torch"
+    for device in ("mps", "xla", "xpu"):
+        assert chosen("embedding", like(torch.float32, device)) == ("torch", f"it has no kernel for {device})")
     with ops.backend("cuda"):
         assert chosen("embedding", narrow)[1] == "asked for)"
         with pytest.raises(
@@ -160,7 +161,7 @@ def test_who_serves_a_call_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch, cap
             dispatch.pick("rms_norm", narrow, None, 0.0, None, None, 8)
     monkeypatch.setattr(dispatch, "_absent", lambda kernel, index: f"no {kernel}")
     assert chosen("embedding", narrow) == ("torch", "no cuda)")
-    assert chosen("rms_norm", narrow, None, 0.0, None, None, 8) == ("reference", "no triton; this is slow)")
+    assert chosen("rms_norm", narrow, None, 0.0, None, None, 8) == ("torch", "no triton)")
 
 
 def test_every_operator_has_rows_for_a_cpu_and_the_reference() -> None:

@@ -72,7 +72,7 @@ def _check(case: dict[str, Any], doc_ids: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("without", ["", "conv_bias D dt_bias norm_weight conv_state ssm_state"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_same_bits_as_three_operators(dtype: torch.dtype, backend: str, without: str) -> None:
     with ops.backend(backend):

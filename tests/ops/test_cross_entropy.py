@@ -14,7 +14,7 @@ from torch import Tensor
 from mambakit import ops
 from mambakit.ops import cross_entropy
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:

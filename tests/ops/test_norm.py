@@ -14,7 +14,7 @@ from mambakit import ops
 
 from . import cases
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 
 
 def formula(

@@ -41,7 +41,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[
 PER_TOKEN = {"x", "dt", "B", "C", "z"}
 
 every_op = pytest.mark.parametrize("op", OPS)
-every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 packed_or_not = pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 
@@ -459,23 +459,30 @@ def test_softplus_of_the_kernels_is_exact_to_fp32_rounding() -> None:
     assert (np.abs(out / exact - 1) < 3e-7 + 1e-7 * np.abs(values)).all()
 
 
+fast_backends = pytest.mark.parametrize("backend", ["torch", "cpu"])
+
+
 @pytest.mark.parametrize("op", ["scan", "ssd"])
-def test_long_decays_do_not_drift(op: str) -> None:
+@fast_backends
+def test_long_decays_do_not_drift(op: str, backend: str) -> None:
     """A state that should neither grow nor fade in 20,000 steps (dt = 0) comes out bit for bit."""
     _, _, make = OPS[op]
     arguments = cases.to(make(1, 20_000, **({"channels": 2} if op == "scan" else {"heads": 2})), torch.float32)
     arguments["dt"] = torch.zeros_like(arguments["dt"])
     arguments.pop("dt_bias")
-    _, final_state = OPS[op][0](**arguments, dt_softplus=False)
+    with ops.backend(backend):
+        _, final_state = OPS[op][0](**arguments, dt_softplus=False)
     assert torch.equal(final_state, arguments["initial_state"])
 
 
-def test_one_huge_step_does_not_cost_its_neighbours_their_digits() -> None:
+@fast_backends
+def test_one_huge_step_does_not_cost_its_neighbours_their_digits(backend: str) -> None:
     """The sum of dt A within a chunk becomes -16,000; differences of such sums must keep their digits in fp32."""
     arguments = cases.ssd(1, 64)
     arguments["dt"] = torch.full_like(arguments["dt"], -3.0)
     arguments["dt"][:, 20] = 1000.0
-    actual = with_gradients(ops.ssd, cases.to(arguments, torch.float32))
+    with ops.backend(backend):
+        actual = with_gradients(ops.ssd, cases.to(arguments, torch.float32))
     assert_same(actual, with_gradients(ops.ssd, cases.to(cases.to(arguments, torch.float32), torch.float64)), 1e-5)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, operators
-from .checks import Sizes, check_documents, compute_dtype, document_starts
+from .checks import Sizes, check_documents, check_order, compute_dtype
 
 WIDEST_ON_GPU = 16  # taps
 
@@ -138,49 +138,46 @@ def causal_conv1d_reference(
     """One shifted copy of the row per tap, masked where it would look into another document."""
     dtype = compute_dtype(x)
     length, width = x.shape[1], weight.shape[1]
-    starts = document_starts("causal_conv1d", doc_ids)
+    check_order("causal_conv1d", doc_ids)
     state = state_or_zeros(x, width, initial_state)
     padded = torch.cat([state, x], dim=1).to(dtype)  # (B, W-1+L, D)
+    documents = documents_with_state(doc_ids, width - 1) if doc_ids is not None else None
     y = torch.zeros_like(padded[:, :length])
     for k in range(width):
-        seen = padded[:, width - 1 - k : width - 1 - k + length]  # x_{t-k}
-        if starts is not None:
-            seen = torch.where((_age(starts, width) >= k)[..., None], seen, torch.zeros_like(seen))
+        earlier = slice(width - 1 - k, width - 1 - k + length)
+        seen = padded[:, earlier]  # x_{t-k}
+        if documents is not None and k:
+            seen = torch.where((documents[:, earlier] == documents[:, width - 1 :])[..., None], seen, 0)
         y = y + weight[:, width - 1 - k].to(dtype) * seen
     if bias is not None:
         y = y + bias.to(dtype)
     if silu:
         y = F.silu(y)
-    return y.to(x.dtype), last_inputs(x, state, starts)
+    return y.to(x.dtype), last_inputs(x, state, doc_ids)
 
 
-def _age(starts: Tensor, oldest: int) -> Tensor:
-    """(B, L) tokens since the document began; at least `oldest` in the row's first, which may have begun earlier."""
-    time = torch.arange(starts.shape[1], device=starts.device)
-    begun = torch.where(starts, time, -oldest).cummax(dim=1).values
-    return time - begun
+def documents_with_state(doc_ids: Tensor, reach: int) -> Tensor:
+    """(B, W-1+L) the documents of the state's inputs, which belong to the row's first, and of the row's."""
+    return torch.cat([doc_ids[:, :1].expand(-1, reach), doc_ids], dim=1)
 
 
 def state_or_zeros(x: Tensor, width: int, state: Tensor | None) -> Tensor:
     return state.to(x.dtype) if state is not None else x.new_zeros(x.shape[0], width - 1, x.shape[2])
 
 
-def last_inputs(x: Tensor, state: Tensor, starts: Tensor | None) -> Tensor:
+def last_inputs(x: Tensor, state: Tensor, doc_ids: Tensor | None) -> Tensor:
     """The last W-1 inputs, zero where they are older than the row's last document."""
     reach = state.shape[1]  # W - 1
     known = torch.cat([state, x[:, max(0, x.shape[1] - reach) :]], dim=1)
     recent = known[:, known.shape[1] - reach :]
-    if starts is None:
+    if doc_ids is None:
         return recent.clone()
-    return recent.masked_fill(~in_last_document(starts, reach)[..., None], 0)
+    return torch.where(in_last_document(doc_ids, reach)[..., None], recent, 0)
 
 
-def in_last_document(starts: Tensor, reach: int) -> Tensor:
+def in_last_document(doc_ids: Tensor, reach: int) -> Tensor:
     """(B, W-1) True where an entry of the final state belongs to the row's last document."""
-    length = starts.shape[1]
-    time = torch.arange(length, device=starts.device)
-    begun = torch.where(starts, time, -reach).amax(dim=1)  # without a start inside, it began before the state
-    return torch.arange(length - reach, length, device=starts.device) >= begun[:, None]
+    return documents_with_state(doc_ids, reach)[:, doc_ids.shape[1] :] == doc_ids[:, -1:]
 
 
 def _check_activation(op: str, activation: str | None) -> None:
@@ -204,5 +201,5 @@ def _why_not_cuda(x: Tensor, weight: Tensor, *_: object) -> str | None:
 dispatch.TABLE["causal_conv1d"] = {
     "cuda": dispatch.Row(_conv, _why_not_cuda),
     "cpu": dispatch.Row(_conv),
-    "reference": dispatch.Row(causal_conv1d_reference),
+    **dict.fromkeys(("torch", "reference"), dispatch.Row(causal_conv1d_reference)),
 }

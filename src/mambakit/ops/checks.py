@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -67,13 +69,15 @@ def batch_letters(op: str, name: str, tensor: Tensor) -> str:
 
 
 def check_documents(op: str, doc_ids: Tensor | None) -> None:
-    """doc_ids must be int32. `document_starts` checks that it never decreases."""
+    """doc_ids must be int32. `check_order` checks that it never decreases."""
     if doc_ids is not None and doc_ids.dtype != torch.int32:
         raise TypeError(f"{op}: doc_ids has dtype {_dtype(doc_ids)}; need int32, as doc_ids.to(torch.int32)")
 
 
-def _check_non_decreasing(op: str, doc_ids: Tensor) -> None:
-    """Reads the values, so only for tensors on the CPU."""
+def check_order(op: str, doc_ids: Tensor | None) -> None:
+    """Raise where doc_ids decreases. Reads the values: only on the CPU, and not in what torch.compile traces."""
+    if doc_ids is None or doc_ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
     falls = doc_ids[:, 1:] < doc_ids[:, :-1]
     if bool(falls.any()):
         row, position = (int(i) for i in falls.nonzero()[0])
@@ -88,11 +92,15 @@ def document_starts(op: str, doc_ids: Tensor | None) -> Tensor | None:
     """(B, L) bool: True where a document begins within the row, and the state restarts from zero."""
     if doc_ids is None:
         return None
-    if doc_ids.device.type == "cpu":
-        _check_non_decreasing(op, doc_ids)
-    starts = torch.zeros_like(doc_ids, dtype=torch.bool)
-    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    return starts
+    check_order(op, doc_ids)
+    changes = doc_ids[:, 1:] != doc_ids[:, :-1]
+    return torch.cat([torch.zeros_like(doc_ids[:, :1], dtype=torch.bool), changes], dim=1)
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inside, products on the tensor's device have the dtype of their factors."""
+    device = tensor.device.type
+    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -6,7 +6,8 @@
 Sizes: hidden (..., D); weight (V, D); targets, loss_mask (...). Works through blocks of tokens of about
 LOGITS_AT_ONCE logits, and computes the gradients of a block from its logits: memory beyond inputs
 and gradients does not grow with tokens x vocabulary. Logits, losses and the sum are fp32 (fp64 for fp64 inputs).
-On a GPU, logits and the gradient of hidden have hidden's dtype, as in plain torch.
+On a GPU, logits and the gradient of hidden have hidden's dtype, as in plain torch. So they have on devices without
+kernels of ours (`_LossInTorch`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .checks import Sizes, batch_letters, compute_dtype
+from .checks import Sizes, batch_letters, compute_dtype, without_autocast
 
 LOGITS_AT_ONCE = 2**24
 
@@ -62,7 +63,7 @@ def _safe(targets: Tensor, counted: Tensor) -> Tensor:
 
 
 def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
-    if targets.device.type != "cpu":  # reading the values would wait for the device
+    if targets.device.type != "cpu" or torch.compiler.is_compiling():  # reading the values would wait for the device
         return
     wrong = counted & ((targets < 0) | (targets >= vocab))
     if bool(wrong.any()):
@@ -72,22 +73,13 @@ def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
         )
 
 
-def _has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton serves this tensor: this operator is both "triton" and "torch", and decides here."""
-    if tensor.device.type != "cuda" or tensor.dtype == torch.float64:
-        return False
-    from .gpu import why_no_triton
-
-    return why_no_triton(tensor.device.index) is None
-
-
 @torch.library.custom_op("mambakit::linear_cross_entropy", mutates_args=())
 def _cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss_sum, its gradient in hidden, in weight). A gradient is empty unless asked for. `counted` = None counts
     every token."""
-    if _has_kernel(hidden):
+    if hidden.device.type == "cuda":
         from .gpu import cross_entropy as kernels
 
         return kernels.forward(hidden, weight, targets, counted, with_dhidden, with_dweight)
@@ -143,7 +135,7 @@ def _cross_entropy_backward(
 
 
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    if _has_kernel(dloss):
+    if dloss.device.type == "cuda":
         from .gpu import cross_entropy as kernels
 
         return kernels.scaled(gradient, dloss, dtype)
@@ -184,7 +176,49 @@ def _with_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Te
     return loss_sum
 
 
+class _LossInTorch(torch.autograd.Function):
+    """The same in operations that every device has. A target is found by comparison, not by an index."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+        counted = _all(targets) if counted is None else counted
+        _check_targets(targets, counted, weight.shape[0])
+        dtype, narrow = compute_dtype(hidden), hidden.dtype
+        rows, W = hidden.reshape(-1, hidden.shape[-1]), weight.to(narrow)  # (T, D), (V, D)
+        wanted, used = _safe(targets, counted).reshape(-1, 1), counted.reshape(-1, 1)
+        columns = torch.arange(W.shape[0], device=W.device)
+        loss_sum = torch.zeros((), dtype=dtype, device=W.device)
+        dhidden, dweight = [], torch.zeros_like(W, dtype=dtype)
+        at_once = max(1, LOGITS_AT_ONCE // W.shape[0])
+        with without_autocast(hidden):
+            for h, target, counts in zip(rows.split(at_once), wanted.split(at_once), used.split(at_once), strict=True):
+                h = torch.where(counts, h, 0)  # a NaN that is not counted stays out of the sums
+                logits = (h @ W.t()).to(dtype)  # (block, V)
+                normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
+                is_target = columns == target
+                losses = normalizer[:, 0] - torch.where(is_target, logits, 0).sum(-1)
+                loss_sum = loss_sum + torch.where(counts[:, 0], losses, 0).sum()
+                dlogits = (torch.exp(logits - normalizer) - is_target.to(dtype)) * counts
+                dlogits = dlogits.to(narrow)
+                if ctx.needs_input_grad[0]:
+                    dhidden.append(dlogits @ W)
+                if ctx.needs_input_grad[1]:
+                    dweight = dweight + (dlogits.t() @ h).to(dtype)
+        kept = torch.cat(dhidden).view(hidden.shape) if dhidden else None
+        ctx.save_for_backward(kept, dweight if ctx.needs_input_grad[1] else None)
+        ctx.weight_dtype = weight.dtype
+        return loss_sum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        scaled = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype) if dhidden is not None else None
+        return scaled, (dweight * dloss).to(ctx.weight_dtype) if dweight is not None else None, None, None
+
+
 dispatch.TABLE["linear_cross_entropy"] = {
-    **dict.fromkeys(("triton", "cpu", "torch"), dispatch.Row(_with_gradients)),
+    **dict.fromkeys(("triton", "cpu"), dispatch.Row(_with_gradients)),
+    "torch": dispatch.Row(_LossInTorch.apply),
     "reference": dispatch.Row(linear_cross_entropy_reference),
 }

@@ -1,8 +1,11 @@
 """Which implementation of an operator serves a call.
 
 TABLE has a row for each operator and backend; each operator's file fills in its own. Every operator has a *reference*
-(plain torch, any device, differentiated by autograd) and kernels. Some have a "torch", a fast path of torch's own
-operators, which runs on any device. `auto` takes the fastest for the device of the call.
+(the formula in plain torch, differentiated by autograd), a "torch" for devices without kernels of ours, which is the
+reference where that is good enough, and kernels. `auto` takes the fastest for the device of the call.
+
+"torch" is made for compilers of other devices: tensor operations of static shapes, matrix products and short loops, no
+control flow and no index that depends on values, no fp64 (tests/ops/test_torch_backend.py).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger("mambakit.ops")
 
-BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
+BACKENDS = ("auto", "reference", "torch", "cpu", "triton", "cuda")
 
 
 class Row(NamedTuple):
@@ -59,8 +62,8 @@ def pick(op: str, *arguments: Any, **options: Any) -> str:
     """The backend that serves this call of `op`. Logged once per answer."""
     x: Tensor = arguments[0]
     device = x.device.type
-    if _requested == "reference":
-        chosen, why = "reference", "asked for"
+    if _requested in ("reference", "torch"):
+        chosen, why = _requested, "asked for"
     elif device in ("cpu", "meta"):
         if _requested in ("triton", "cuda"):
             raise ValueError(
@@ -81,11 +84,11 @@ def pick(op: str, *arguments: Any, **options: Any) -> str:
 
 
 def _pick_on_gpu(op: str, x: Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str]:
-    """(backend, why): the kernel, or what serves in its place."""
+    """(backend, why): the kernel, or plain torch."""
     rows = TABLE[op]
     kernel = "triton" if "triton" in rows else "cuda" if "cuda" in rows else None
     if kernel is None or x.device.type != "cuda":
-        why_not: str | None = f"it has no kernel for {x.device.type} yet"
+        why_not: str | None = f"it has no kernel for {x.device.type}"
     elif x.dtype == torch.float64:
         why_not = "its kernel does not compute in fp64"
     else:
@@ -97,7 +100,7 @@ def _pick_on_gpu(op: str, x: Tensor, arguments: tuple[Any, ...], options: dict[s
     if _requested in ("triton", "cuda"):
         why = why_not if why_not and kernel == _requested else f"its kernel is {kernel or 'not written'}"
         raise ValueError(f"{op}: ops.backend({_requested!r}) cannot serve this call: {why}; use ops.backend('auto')")
-    return ("torch", f"{why_not}") if "torch" in rows else ("reference", f"{why_not}; this is slow")
+    return "torch", why_not or ""
 
 
 def _absent(kernel: str, device_index: int) -> str | None:
@@ -114,6 +117,6 @@ _absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _announce(op: str, device_type: str, chosen: str, why: str) -> None:
     if (op, device_type, chosen) not in _announced:
         _announced.add((op, device_type, chosen))
-        falls_back = chosen == "reference" or (chosen == "torch" and device_type == "cuda")
+        falls_back = chosen == "torch" and device_type == "cuda"
         level = logging.WARNING if falls_back and why != "asked for" else logging.INFO
         logger.log(level, "%s on %s: backend %s (%s)", op, device_type, chosen, why)

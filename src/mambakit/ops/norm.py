@@ -185,5 +185,5 @@ def _why_not_triton(
 dispatch.TABLE["rms_norm"] = {
     "triton": dispatch.Row(_norm, _why_not_triton),
     "cpu": dispatch.Row(_norm),
-    "reference": dispatch.Row(rms_norm_reference),
+    **dict.fromkeys(("torch", "reference"), dispatch.Row(rms_norm_reference)),
 }

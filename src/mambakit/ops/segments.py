@@ -138,11 +138,11 @@ def _ssd_inputs(
 
 dispatch.TABLE["scan_leaving"] = {
     "cuda": dispatch.Row(_scan_leaving_on_gpu, why_no_scan),
-    **dict.fromkeys(("cpu", "reference"), dispatch.Row(_scan_leaving)),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_scan_leaving)),
 }
 dispatch.TABLE["scan_reaching"] = {
     "cuda": dispatch.Row(_scan_reaching_on_gpu, why_no_scan),
-    **dict.fromkeys(("cpu", "reference"), dispatch.Row(_scan_reaching)),
+    **dict.fromkeys(("cpu", "torch", "reference"), dispatch.Row(_scan_reaching)),
 }
 dispatch.TABLE["ssd_leaving"] = {
     "triton": dispatch.Row(lambda x, *rest: operators.kernels("ssd", x).leaving(_ssd_inputs(x, *rest)), why_no_ssd),

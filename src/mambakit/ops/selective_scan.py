@@ -7,7 +7,8 @@ For each channel d and state n, with dt_t = softplus(dt_t + dt_bias):
 
 Sizes: x, dt, z (B, L, D); A (D, N); B, C (B, L, N); D, dt_bias (D); state (B, D, N).
 States and sums are fp32 (fp64 for fp64 inputs). Saved for backward: the inputs, and the state every few
-steps; everything else is recomputed.
+steps; everything else is recomputed. On a CPU and on an NVIDIA GPU kernels do it; on other devices plain torch
+(`selective_scan_chunked`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from . import dispatch, operators
 from .checks import Sizes, check_documents, compute_dtype, document_starts
 
 LARGEST_STATE_ON_GPU = 64
+# In plain torch: tokens of a chunk, and numbers of the states that are held at once, for all tokens of a piece.
+CHUNK, STATES_AT_ONCE = 16, 2**26
 
 
 class ScanInputs(NamedTuple):
@@ -189,6 +193,78 @@ def selective_scan_reference(
     return y.to(x.dtype), state
 
 
+def selective_scan_chunked(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, doc_ids: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same in chunks of CHUNK tokens, all of which go through time together, each from a state of zero. Then the
+    states are carried from chunk to chunk, and what each chunk began with is added to its outputs.
+
+    Backward computes a piece of the row again, and so holds the states of one piece at a time.
+    """
+    dtype = compute_dtype(x)
+    starts = document_starts("selective_scan", doc_ids)
+    steps = positive_dt(dt, dt_bias, dt_softplus, dtype)
+    xs, As, Bs, Cs = x.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
+    if initial_state is None:
+        state = torch.zeros(x.shape[0], *A.shape, dtype=dtype, device=x.device)  # (B, D, N)
+    else:
+        state = initial_state.to(dtype)
+    size = max(1, STATES_AT_ONCE // (state.numel() * CHUNK)) * CHUNK
+    pieces = []
+    for first in range(0, x.shape[1], size):
+        piece = slice(first, first + size)
+        begins = starts[:, piece] if starts is not None else None
+        y, state = checkpoint(
+            _scan_piece, xs[:, piece], steps[:, piece], As, Bs[:, piece], Cs[:, piece], begins, state,
+            use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
+        pieces.append(y)
+    y = torch.cat(pieces, dim=1)
+    if D is not None:
+        y = y + D.to(dtype) * xs
+    if z is not None:
+        y = y * F.silu(z.to(dtype))
+    return y.to(x.dtype), state
+
+
+def _scan_piece(
+    x: Tensor, steps: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(y (B, L, D) without D and z, final state) of some chunks of rows."""
+    length = x.shape[1]
+
+    def chunked(tensor: Tensor) -> Tensor:  # (B, L, …) as (B, c, Q, …), with steps of length zero at the end
+        padded = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, -length % CHUNK))
+        chunks: Tensor = padded.unflatten(1, (-1, CHUNK))
+        return chunks
+
+    added, steps, B, C = chunked(steps * x), chunked(steps), chunked(B), chunked(C)
+    begins = chunked(starts)[..., None, None] if starts is not None else None  # (B, c, Q, 1, 1)
+    local = torch.zeros_like(state)[:, None]  # (B, c, D, N), of chunks that begin with nothing
+    is_new = torch.zeros_like(begins[:, :, 0]) if begins is not None else None  # (B, c, 1, 1)
+    outputs, went_on = [], []
+    for q in range(CHUNK):
+        if begins is not None and is_new is not None:
+            local = torch.where(begins[:, :, q], 0, local)
+            is_new = is_new | begins[:, :, q]
+            went_on.append(~is_new)
+        local = torch.exp(steps[:, :, q, :, None] * A) * local + added[:, :, q, :, None] * B[:, :, q, None, :]
+        outputs.append((local * C[:, :, q, None, :]).sum(-1))  # (B, c, D)
+    reach = torch.exp(steps.cumsum(2)[..., None] * A)  # (B, c, Q, D, N): what is left of the state before the chunk
+    is_reached = torch.stack(went_on, dim=2) if went_on else None  # (B, c, Q, 1, 1)
+    before = []
+    for c in range(reach.shape[1]):
+        before.append(state)
+        left = reach[:, c, -1] * state
+        state = local[:, c] + (left if is_reached is None else torch.where(is_reached[:, c, -1], left, 0))
+    earlier = reach * torch.stack(before, dim=1)[:, :, None]
+    if is_reached is not None:
+        earlier = torch.where(is_reached, earlier, 0)
+    y = torch.stack(outputs, dim=2) + (earlier * C[:, :, :, None, :]).sum(-1)  # (B, c, Q, D)
+    return y.flatten(1, 2)[:, :length], state
+
+
 def _fake(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     x, dtype = inputs.x, compute_dtype(inputs.x)
     kept_shape = operators.kernels("selective_scan", x).kept_shape(inputs)
@@ -207,5 +283,6 @@ def why_not_cuda(x: Tensor, dt: Tensor, A: Tensor, *_: object) -> str | None:
 dispatch.TABLE["selective_scan"] = {
     "cuda": dispatch.Row(_scan, why_not_cuda),
     "cpu": dispatch.Row(_scan),
+    "torch": dispatch.Row(selective_scan_chunked),
     "reference": dispatch.Row(selective_scan_reference),
 }

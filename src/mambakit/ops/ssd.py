@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, operators
-from .checks import Sizes, check_documents, compute_dtype, document_starts
+from .checks import Sizes, check_documents, check_order, compute_dtype, document_starts, without_autocast
 from .selective_scan import positive_dt
 
 CHUNK = 64  # tokens, in plain torch
@@ -184,48 +184,60 @@ def ssd_chunked(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in chunks of Q tokens: a masked (Q, Q) product inside each, and the state carried from one to the next.
 
-    ops/cpu/ssd.py has the formulas. Every factor is zero where its two ends lie in different documents.
+    ops/cpu/ssd.py has the formulas. Every factor is zero where its two ends lie in different documents. S heads share
+    a group. Under autocast the products are narrow; exponents, decays and states stay wide.
     """
     dtype = compute_dtype(x)
-    wide = torch.float64 if x.device.type != "mps" else dtype  # sums of dt A; Apple's GPUs have no fp64
-    length, share = x.shape[1], x.shape[2] // B.shape[2]
+    (batch, length, heads, channels), (groups, states) = x.shape, B.shape[2:]
+    check_order("ssd", doc_ids)
 
     def chunked(tensor: Tensor) -> Tensor:  # (B, L, …) as (B, c, Q, …), with steps of length zero at the end
         padded = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, -length % chunk))
         chunks: Tensor = padded.unflatten(1, (-1, chunk))
         return chunks
 
-    steps = chunked(positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit))
-    xs = chunked(x.to(dtype))
-    Bs, Cs = (chunked(t.to(dtype)).repeat_interleave(share, dim=3) for t in (B, C))  # (B, c, Q, H, N)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    # A sum over j <= i, in a fixed order.
-    cum = torch.einsum("ij,bcjh->bcih", lower.to(wide), steps.to(wide) * A.to(wide))
-    starts = document_starts("ssd", doc_ids)
-    if starts is None:
-        starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-    documents = starts.cumsum(1)
-    documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % chunk)], 1).unflatten(1, (-1, chunk))
-    entering = torch.cat([torch.zeros_like(documents[:, :1, -1]), documents[:, :-1, -1]], 1)  # (B, c)
+    steps = chunked(positive_dt(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit))  # (B, c, Q, H)
+    X = (steps[..., None] * chunked(x.to(dtype))).unflatten(3, (groups, -1)).transpose(2, 3)  # (B, c, G, Q, S, P)
+    Bs, Cs = (chunked(t.to(dtype)).transpose(2, 3) for t in (B, C))  # (B, c, G, Q, N)
+    lower = torch.ones(chunk, chunk, dtype=dtype, device=x.device).tril()
+    # exponents[i, j] = sum of dt A over j < k <= i. A product with ones adds like signs alone, in both passes: a
+    # difference of two sums from the beginning would lose digits, and needs fp64.
+    dtA = (steps * A.to(dtype)).transpose(2, 3)  # (B, c, H, Q)
+    with without_autocast(x):
+        exponents = lower @ (dtA[..., None] * lower.tril(-1))  # (B, c, H, Q, Q)
+        from_start, to_end = (lower @ dtA[..., None])[..., 0], exponents[..., -1, :]  # (B, c, H, Q)
+    is_earlier = lower.bool()
+    if doc_ids is None:
+        within = exponents.masked_fill(~is_earlier, -math.inf).exp()
+        from_start, to_end = from_start.exp(), to_end.exp()
+    else:
+        last = doc_ids[:, -1:].expand(-1, -length % chunk)
+        documents = torch.cat([doc_ids, last], dim=1).unflatten(1, (-1, 1, chunk))  # (B, c, 1, Q)
+        entering = torch.cat([documents[:, :1, :, :1], documents[:, :-1, :, -1:]], dim=1)  # of the state before
+        is_same = (documents[..., :, None] == documents[..., None, :]) & is_earlier
+        within = exponents.masked_fill(~is_same, -math.inf).exp()
+        from_start = from_start.masked_fill(documents != entering, -math.inf).exp()
+        to_end = to_end.masked_fill(documents != documents[..., -1:], -math.inf).exp()
 
-    def decay(exponent: Tensor, mask: Tensor) -> Tensor:
-        return exponent.masked_fill(~mask, -math.inf).exp().to(dtype)
+    def by_group(factor: Tensor) -> Tensor:  # (B, c, H, Q) -> (B, c, G, Q, S, 1)
+        grouped: Tensor = factor.unflatten(2, (groups, -1)).transpose(3, 4)[..., None]
+        return grouped
 
-    same_document = (documents[:, :, :, None] == documents[:, :, None, :]) & lower  # (B, c, Q, Q)
-    within = decay(cum[:, :, :, None] - cum[:, :, None], same_document[..., None])  # (B, c, Q, Q, H)
-    from_start = decay(cum, (documents == entering[:, :, None])[..., None])  # (B, c, Q, H)
-    to_end = decay(cum[:, :, -1:] - cum, (documents == documents[:, :, -1:])[..., None])
-    X = steps[..., None] * xs
-    scores = torch.einsum("bcihn,bcjhn->bcijh", Cs, Bs) * within
-    y = torch.einsum("bcijh,bcjhp->bcihp", scores, X)
-    added = torch.einsum("bcjhp,bcjhn->bchpn", to_end[..., None] * X, Bs)
-    state = added.new_zeros(added[:, 0].shape) if initial_state is None else initial_state.to(dtype)
-    states = []
+    scores = (Cs @ Bs.transpose(3, 4))[:, :, :, None] * within.unflatten(2, (groups, -1))  # (B, c, G, S, Q, Q)
+    y = (scores @ X.transpose(3, 4)).transpose(3, 4)  # (B, c, G, Q, S, P)
+    added = (by_group(to_end) * X).flatten(4).transpose(3, 4) @ Bs  # (B, c, G, S P, N)
+    added = added.reshape(batch, -1, heads, channels, states)
+    if initial_state is None:
+        state = torch.zeros(batch, heads, channels, states, dtype=dtype, device=x.device)
+    else:
+        state = initial_state.to(dtype)
+    before = []
     for c in range(added.shape[1]):
-        states.append(state)
-        state = from_start[:, c, -1, :, None, None] * state + added[:, c]
-    y = y + from_start[..., None] * torch.einsum("bcihn,bchpn->bcihp", Cs, torch.stack(states, 1))
-    y = y.flatten(1, 2)[:, :length]
+        before.append(state)
+        state = from_start[:, c, :, -1, None, None] * state + added[:, c]
+    carried = torch.stack(before, dim=1).reshape(batch, -1, groups, heads // groups * channels, states)
+    y = y + by_group(from_start) * (Cs @ carried.transpose(3, 4)).unflatten(4, (-1, channels))
+    y = y.transpose(2, 3).reshape(batch, -1, heads, channels)[:, :length]
     if D is not None:
         y = y + per_channel(D, dtype) * x.to(dtype)
     return y.to(x.dtype), state

@@ -186,7 +186,7 @@ def forward(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=dtype)
     arguments = (*_arguments(inputs, starts, state, dtype), y.numpy())
     for_each_block(lambda *block: _forward_block(*arguments, *block), x.shape[0], x.shape[2])
-    return y.to(x.dtype), last_inputs(x, state, starts)
+    return y.to(x.dtype), last_inputs(x, state, inputs.doc_ids)
 
 
 def backward(
@@ -205,8 +205,8 @@ def backward(
     reach = state.shape[1]  # W - 1
     if dfinal_state is not None and reach:
         through = dfinal_state.to(dtype)
-        if starts is not None:
-            through = through.masked_fill(~in_last_document(starts, reach)[..., None], 0)
+        if inputs.doc_ids is not None:
+            through = through.masked_fill(~in_last_document(inputs.doc_ids, reach)[..., None], 0)
         from_row = min(reach, length)
         dvalues[:, length - from_row :] += through[:, reach - from_row :]
         dstate[:, from_row:] += through[:, : reach - from_row]
