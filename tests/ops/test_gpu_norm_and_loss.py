@@ -337,7 +337,7 @@ def test_scaling_rounds_once() -> None:
 
 
 def test_loss_and_its_backward_are_traced_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_has_kernel", lambda _: True)
+    monkeypatch.setattr(cross_entropy, "_is_on_gpu", lambda _: True)
     hidden, weight, targets = (
         _on_device(t) for t in (torch.randn(2, 3, 6), torch.randn(9, 6), torch.ones(2, 3).long())
     )
@@ -558,7 +558,7 @@ def test_loss_without_triton_is_served_by_torch(monkeypatch: pytest.MonkeyPatch)
         return ops.linear_cross_entropy(hidden, weight, targets)[0]
 
     by_kernel = with_gradients(call, arguments)
-    monkeypatch.setattr(cross_entropy, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(cross_entropy, "_is_on_gpu", lambda _: False)
     by_torch = with_gradients(call, arguments)
     assert [t.dtype for t in by_torch[1].values()] == [t.dtype for t in by_kernel[1].values()]
     assert_same(by_torch, by_kernel, 2e-2)

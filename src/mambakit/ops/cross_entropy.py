@@ -73,13 +73,18 @@ def _check_targets(targets: Tensor, counted: Tensor, vocab: int) -> None:
         )
 
 
+def _is_on_gpu(tensor: Tensor) -> bool:
+    """This operator is both "triton" and "cpu", and decides here."""
+    return tensor.device.type == "cuda"
+
+
 @torch.library.custom_op("mambakit::linear_cross_entropy", mutates_args=())
 def _cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None, with_dhidden: bool, with_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss_sum, its gradient in hidden, in weight). A gradient is empty unless asked for. `counted` = None counts
     every token."""
-    if hidden.device.type == "cuda":
+    if _is_on_gpu(hidden):
         from .gpu import cross_entropy as kernels
 
         return kernels.forward(hidden, weight, targets, counted, with_dhidden, with_dweight)
@@ -135,7 +140,7 @@ def _cross_entropy_backward(
 
 
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    if dloss.device.type == "cuda":
+    if _is_on_gpu(dloss):
         from .gpu import cross_entropy as kernels
 
         return kernels.scaled(gradient, dloss, dtype)
