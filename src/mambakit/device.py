@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .config import ConfigError, Recompute
+from . import xla
+from .config import ConfigError, Recompute, RunConfig
 from .ops.gpu.sizes import OLDEST_FOR_CUDA, OLDEST_FOR_TRITON
 
 Capability = tuple[int, int]  # of an NVIDIA GPU, such as (9, 0)
@@ -23,6 +25,8 @@ def choose_device(name: str = "auto") -> torch.device:
     """The device by name; auto takes the GPU where there is one. One that torch has no code for is refused."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "xla":
+        return xla.open_device()
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("parallel.device=cuda, but torch finds no GPU here; use auto or cpu")
     if name == "mps" and not torch.backends.mps.is_available():
@@ -33,7 +37,37 @@ def choose_device(name: str = "auto") -> torch.device:
             capability, architectures = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
             check_capability(torch.cuda.get_device_name(device), capability, architectures)
         return device
-    return torch.device(name)
+    return _open(name)
+
+
+def _open(name: str) -> torch.device:
+    """Any other device that torch knows, where there is one."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"parallel.device={name} is no device that torch knows; use auto, cpu, cuda, mps, xla, or another's name"
+        ) from None
+    if device.type in ("cuda", "xla", "meta") or device.index is not None:
+        raise ConfigError(f"parallel.device={name}: name a kind of device to compute on, such as cpu, cuda or xla")
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # each library has its own
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"parallel.device={name}, but torch finds no such device here: {why[0]}") from None
+    return device
+
+
+def number(value: float, device: torch.device) -> Tensor:
+    """A number on a device, in fp32. XLA compiles anew for each value that a tensor is filled with."""
+    if device.type == "xla":
+        return torch.tensor(value, dtype=torch.float32).to(device)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Of sums of a few numbers: fp64 where devices are known to have it."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def check_capability(gpu: str, capability: Capability, architectures: Sequence[str]) -> None:
@@ -92,6 +126,24 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "fp16" and device.type != "cuda":
         raise ConfigError(f"train.precision=fp16 needs a CUDA GPU, but the run is on {device.type}; use fp32 or bf16")
     return DTYPES[name]
+
+
+def check_device(config: RunConfig, device: torch.device) -> None:
+    """Refuse settings that a device behind a compiler cannot serve."""
+    if device.type != "xla":
+        return
+    refused = {
+        "optim.name=muon": config.optim.name == "muon",
+        "optim.state=int8": config.optim.state == "int8",
+        "optim.ema": config.optim.ema is not None,
+        "lora.rank": config.lora.is_on,
+        "train.compile=true": config.train.compile,
+        f"train.recompute={config.train.recompute}": config.train.recompute in ("light", "mixer"),
+        "dropout with train.recompute=block": config.train.recompute == "block" and config.model.dropout > 0,
+    }
+    problems = [f"{name} does not work on xla; leave it out" for name, is_set in refused.items() if is_set]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def choose_recompute(name: Literal["auto", "none", "light", "mixer", "block"], device: torch.device) -> Recompute:

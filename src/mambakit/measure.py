@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import math
 import os
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__
+from . import __version__, xla
 
 FLUSHED_BYTES = 2**28  # several times what the largest cache of a GPU holds
 MOST_FLUSHES = 64
@@ -55,6 +54,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+    elif device.type == "xla":
+        xla.wait()
 
 
 def time_once(function: Callable[[], object], device: torch.device) -> float:
@@ -65,13 +66,14 @@ def time_once(function: Callable[[], object], device: torch.device) -> float:
 
 
 class Moment:
-    """When a device has done all it was given so far. A CUDA GPU notes it by its own clock; others are waited for."""
+    """When a device has done all it was given so far. A CUDA GPU notes it by its own clock; others are waited for,
+    unless it is known that they are done (`waits` False)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, waits: bool = True) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
-        else:
+        elif waits:
             synchronize(device)
         self._time = time.perf_counter()
 
@@ -90,12 +92,17 @@ class Numbers:
     """Scalars on their way from the device. A plain `float` would wait for all that a GPU was given since."""
 
     def __init__(self, *values: Tensor) -> None:
-        self._values = torch.stack([value.to(values[0]) for value in values]).to("cpu", non_blocking=True)
-        self.arrival = Moment(values[0].device)
+        self._values = torch.stack([value.to(values[0]) for value in values])
+        if self._values.device.type == "xla":
+            # A copy would wait: it is made when they are read. The moment is that of the start, one step early.
+            xla.start(self._values.device)
+        else:
+            self._values = self._values.to("cpu", non_blocking=True)
+        self.arrival = Moment(values[0].device, waits=False)
 
     def read(self) -> list[float]:
         self.arrival.wait()
-        return [float(value) for value in self._values]
+        return [float(value) for value in self._values.cpu()]
 
 
 def time_calls(
@@ -258,12 +265,16 @@ def _free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/p
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large matrix product on this device, at its fastest: what MFU is measured against."""
     size = 8192 if device.type == "cuda" else 1536
-    own = torch.Generator(device=device).manual_seed(0)  # the random numbers of the run stay as they are
-    left = torch.randn(size, size, device=device, dtype=torch.float32, generator=own).to(dtype)
+    # The random numbers of the run stay as they are.
+    own = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(0)
+    left = torch.randn(size, size, device=own.device, dtype=torch.float32, generator=own).to(device, dtype)
+
+    def product() -> Tensor:
+        found = torch.matmul(left, left)
+        xla.start(device)  # while somebody holds it
+        return found
+
     # A GPU needs a while to reach its clock rate; a CPU does not.
-    timing = time_calls(
-        functools.partial(torch.matmul, left, left), device, seconds=0.25 if device.type == "cuda" else 0.0, least=3
-    )
-    del left
+    timing = time_calls(product, device, seconds=0.25 if device.type == "cuda" else 0.0, least=3)
     release_memory(device)  # what this took is no memory of the run
     return 2 * size**3 / min(timing.seconds)

@@ -134,6 +134,7 @@ def train(
     data: Annotated[Words, UseAppendAction, flag(metavar="PATH")] = (),
     model: Annotated[str | None, flag("a model by name, such as tiny, small or mamba2-130m", "PRESET")] = None,
     recipe: Annotated[str | None, flag("default, fast, careful, laptop, or paper-130m … paper-1.4b", "NAME")] = None,
+    device: Annotated[str | None, flag("where to compute: auto, cpu, cuda, mps, xla, …", "DEVICE")] = None,
     vram: Annotated[str | None, flag("memory of the GPU to fit, such as 24gb; what is free unless set", "SIZE")] = None,
     out: Annotated[Path | None, flag("the run folder; runs/DATE_TIME unless set", "RUN")] = None,
     resume: Annotated[tuple[str, ...] | None, flag(metavar="[CHECKPOINT]")] = None,
@@ -179,6 +180,7 @@ def train(
     named |= {"model": {"preset": model}} if model else {}
     named |= {"data": {"path": sources}} if sources else {}
     named |= {"train": {"vram": vram}} if vram is not None else {}
+    named |= {"parallel": {"device": device}} if device is not None else {}
     file = read_config(path_of(config)) if config is not None else {}
     layers: list[Mapping[str, Any]] = [file, named, flags.typed_settings(settings)]
     if resume is not None and (len(resume) > 1 or "" in resume):

@@ -119,4 +119,5 @@ Checkpoint = Annotated[
 ]
 TextColumn = Annotated[str | None, _described(PrepareConfig.model_fields["text_column"], False, "TEXT")]
 Separator = Annotated[str | None, _described(PrepareConfig.model_fields["separator"], False, "TEXT")]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="where to compute")]
+WHERE = "where to compute: auto, cpu, cuda, mps, or another kind of device that torch has here"
+Device = Annotated[str, arg(help=WHERE, metavar="DEVICE")]

@@ -391,8 +391,10 @@ class GuardConfig(Settings):
 class ParallelConfig(Settings):
     """Where the run computes."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        "auto", description="auto: the CUDA GPU where there is one, else the CPU"
+    device: str = Field(
+        "auto",
+        description="auto: the CUDA GPU where there is one, else the CPU; cpu, cuda, mps, xla, or any other kind of "
+        "device that torch has here (docs/hardware.md)",
     )
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; what torch chooses unless set")
     shard: Literal["none", "optimizer", "full", "hybrid"] = Field(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import xla
 from ..data.lanes import Range
 from ..data.loader import Batch
 from ..device import autocast
@@ -52,7 +53,9 @@ def score(
             before_batch()
             num_targets = batch.num_targets  # counted on the host
             batch = batch.to(device)
-            with torch.inference_mode(), autocast(device, dtype):
+            # XLA knows no tensors of inference mode.
+            without_gradients = torch.no_grad if device.type == "xla" else torch.inference_mode
+            with without_gradients(), autocast(device, dtype):
                 output = model(
                     batch.tokens,
                     doc_ids=batch.doc_ids,
@@ -65,6 +68,7 @@ def score(
             state = output.state
             losses.append(output.loss_sum)
             targets.append(output.num_targets)
+            xla.start(device)
             after_batch(num_targets)
     finally:
         model.train(was_training)

@@ -40,7 +40,7 @@ def element_bytes(config: RunConfig) -> int:
     """Of activations. auto is bf16, for a GPU."""
     precision = config.train.precision
     if precision == "auto":
-        precision = "fp32" if config.parallel.device in ("cpu", "mps") else "bf16"
+        precision = "bf16" if config.parallel.device in ("auto", "cuda") else "fp32"
     return FP32 if precision == "fp32" else 2
 
 

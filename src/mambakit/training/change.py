@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..device import sum_dtype
 from ..parallel import Ranks
 
 SAMPLED = 2**16  # numbers of a tensor, at most
@@ -28,7 +29,7 @@ def sampled_weights(ranks: Ranks) -> list[Tensor]:
 def norm_of_change(ranks: Ranks, before: list[Tensor]) -> Tensor:
     """The norm of the change since, of all ranks together, on the device."""
     device = ranks.model.device
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    squares = torch.zeros((), dtype=sum_dtype(device), device=device)
     for (sample, counts_for), earlier in zip(_samples(ranks), before, strict=True):
         squares += counts_for * torch.linalg.vector_norm(sample - earlier).to(device).square()
     if not ranks.is_one:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .. import xla
 from ..checkpoint import native
 from ..checkpoint.files import Contents
 from ..checkpoint.state import Progress, TrainingState, random_states, restore_random_states
@@ -28,7 +29,7 @@ from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
 from ..decoding import generate_text
-from ..device import autocast
+from ..device import autocast, number, sum_dtype
 from ..evaluation import Score, score
 from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..measure import Moment, Numbers, peak_memory
@@ -298,7 +299,7 @@ def step(run: Run) -> None:
     record_last_step(run)
     after, pace = dataclasses.replace(progress), run.pace
     run.unrecorded = Step(numbers, rate, num_tokens, rows[0], after, pace.waited, pace.times())
-    if run.device.type != "cuda":  # only a GPU works on by itself
+    if run.device.type not in ("cuda", "xla"):  # which work on by themselves
         record_last_step(run)
 
 
@@ -325,9 +326,9 @@ def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | No
     carried."""
     pieces = run.config.growth.pieces_at(run.progress.next_row)
     rows = run.config.micro_batch_rows * pieces
-    num_targets = torch.full((), max(1, of_all), dtype=torch.float32, device=run.device)
+    num_targets = number(max(1, of_all), run.device)
     batch = _own_columns(run, batch.cut(pieces))
-    loss = torch.zeros((), dtype=torch.float64, device=run.device if run.device.type != "mps" else "cpu")
+    loss = torch.zeros((), dtype=sum_dtype(run.device), device=run.device)
     states: list[State] = []
     for begin in range(0, batch.num_rows, rows):
         run.check_stop()
@@ -382,6 +383,7 @@ def record_last_step(run: Run) -> None:
         "mfu": flops / seconds / run.matmul_flops,
         "memory_bytes": peak_memory(run.device, run.run_micro_batch.hidden_bytes),
         "data_wait_seconds": step.waited,
+        **({"compilations": xla.num_compilations()} if run.device.type == "xla" else {}),
         **run.pace.record(step.times, seconds),
     }
     run.progress.skipped += round(skipped)
@@ -509,9 +511,11 @@ def _note_best(run: Run, loss: float) -> None:
 
 def _sample(run: Run) -> Iterator[Record]:
     """What the model writes now. Samples have random generators of their own, and so change nothing in the run."""
-    model, data = run.model, run.data
+    data = run.data
     if data.tokenizer is None:
         return
+    # A token is a few operations on numbers that change: an XLA device would compile each of them.
+    model = run.model if run.device.type != "xla" else _twin_on_cpu(run.model)
     run.watchdog.pause("sampling")
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
@@ -530,6 +534,14 @@ def _sample(run: Run) -> Iterator[Record]:
                 yield {"type": "sample", "step": run.progress.step, "prompt": prompt, "text": whole}
     finally:
         model.train()
+
+
+def _twin_on_cpu(model: MambaLM) -> MambaLM:
+    with torch.device("meta"):
+        twin = MambaLM(model.config)
+    twin.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()}, assign=True)
+    twin.tie_weights()
+    return twin
 
 
 def _beginnings(run: Run, count: int = 2, num_tokens: int = 8) -> list[str]:

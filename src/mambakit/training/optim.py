@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigError, ModelConfig, OptimConfig
+from ..device import number
 from ..parallel import Ranks, Sliced
 from . import int8, muon
 from .profiling import region
@@ -39,6 +40,8 @@ def make_optimizer(
     if config.state == "int8":
         return int8.make_adamw(groups, **options)
     options["fused"] = device.type in ("cpu", "cuda")
+    if device.type == "xla":  # where a number in Python would be part of what is compiled
+        options |= {"capturable": True, "lr": number(config.lr, device)}
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **options)
     assert model is not None
@@ -72,7 +75,9 @@ def update(
     or the norm is not finite on any rank, weights and optimizer stay as they are; the device decides that by itself.
     Gives the norm before clipping, and 1 for a skipped step, else 0."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
+        if isinstance(group["lr"], Tensor) and group["lr"].device.type == "xla":
+            group["lr"] = number(lr, group["lr"].device)
+        elif isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
@@ -92,6 +97,9 @@ def update(
 
 def _step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step, or change nothing. Fused kernels read the flag on their device, as torch's loss scaling lets them do."""
+    if skipped.device.type == "xla":
+        _step_and_choose(skipped.bool(), optimizer)
+        return
     if not optimizer.defaults.get("fused"):
         if not skipped:  # sync point, on devices and with optimizers that have no such kernels
             optimizer.step()
@@ -103,6 +111,22 @@ def _step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _step_and_choose(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step, and take what was before where the step is to change nothing. A compiler makes one pass of it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def tensors() -> dict[tuple[int, str], Tensor]:
+        state = {(i, key): t for i, p in enumerate(parameters) for key, t in optimizer.state[p].items()}
+        return {(i, ""): parameter for i, parameter in enumerate(parameters)} | state
+
+    before = {place: tensor.clone() for place, tensor in tensors().items()}
+    optimizer.step()
+    for place, tensor in tensors().items():
+        earlier = before[place] if place in before else torch.zeros_like(tensor)
+        tensor.copy_(torch.where(skipped, earlier, tensor))
 
 
 def describe_groups(model: nn.Module, config: OptimConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from .. import xla
 from ..device import autocast
 from ..files import RunError
 from ..model import Output, State
@@ -47,7 +48,9 @@ class PlainPass:
         assert output.loss_sum is not None
         loss = output.loss_sum / num_targets
         self.scaler.scale(loss).backward()
-        return loss.detach(), *(output.state.detach().tensors() if memory else ())
+        found = loss.detach(), *(output.state.detach().tensors() if memory else ())
+        xla.start(self.device)  # a graph for each pass, not one for as many as a step has
+        return found
 
 
 class Kind(NamedTuple):

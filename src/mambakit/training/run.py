@@ -21,7 +21,7 @@ from ..config import UNKNOWN_VOCABULARY, ConfigError, DataConfig, RunConfig, rea
 from ..data.loader import Loader
 from ..data.shards import is_shards, read_index, read_tokenizer
 from ..data.tokenize import open_tokenizer, same_tokenizer
-from ..device import choose_device, choose_dtype, choose_recompute, keep_freed_memory
+from ..device import check_device, choose_device, choose_dtype, choose_recompute, keep_freed_memory
 from ..files import LockedError, UserError, lock, path_of, replace_json
 from ..measure import matmul_flops
 from ..model import MambaLM
@@ -254,6 +254,7 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
         int8.find_torchao()
     device = choose_device(config.parallel.device)
     choose_dtype(config.train.precision, device)
+    check_device(config, device)
     origin = {"data": config.data.path if start.is_new else (), "init_from": str(start.init_from or "")}
     if start.init_from is not None:
         check_tokenizer_spec(config, start.init_from)

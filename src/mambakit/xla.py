@@ -1,0 +1,73 @@
+"""Devices behind the XLA compiler, such as AWS Trainium, through torch_xla. The only file that knows that library.
+
+A tensor there is a note of how to compute it. `start` gives all that was noted to the compiler, which keeps what it has
+compiled: a step that is noted like the one before runs at once. A Python number is part of the note, so that a number
+that changes from step to step has to come as data (`device.number`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ConfigError
+
+
+def _library() -> Any:
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError(
+            "parallel.device=xla needs torch_xla, and the torch that it was built for: "
+            "pip install 'torch==2.9.*' 'torch_xla==2.9.*' (docs/hardware.md)"
+        )
+    import torch_xla
+
+    if not hasattr(torch, "xla"):  # torch's checkpointing looks for it, as it does for other devices of this kind
+        torch._register_device_module("xla", torch_xla)
+    return torch_xla
+
+
+def open_device() -> torch.device:
+    """The XLA device of this process. To be called before the first backward pass, for which torch counts devices."""
+    device: torch.device = _library().device()
+    torch.zeros((), device=device)
+    return device
+
+
+def start(device: torch.device) -> None:
+    """Let the device compute what was noted, and do not wait for it. Does nothing on other devices."""
+    if device.type == "xla":
+        _library().sync()
+
+
+def wait() -> None:
+    """Until the device has computed all that was noted."""
+    _library().sync()
+    from torch_xla.core import xla_model
+
+    xla_model.wait_device_ops()
+
+
+def num_compilations() -> int:
+    """Of this process so far."""
+    _library()
+    from torch_xla.debug import metrics
+
+    found = metrics.metric_data("CompileTime")
+    return int(found[0]) if found else 0
+
+
+def random_state() -> Tensor:
+    _library()
+    from torch_xla.core import xla_model
+
+    return torch.tensor(list(int(xla_model.get_rng_state()).to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def restore_random_state(state: Tensor) -> None:
+    _library()
+    from torch_xla.core import xla_model
+
+    xla_model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
