@@ -60,7 +60,7 @@ DOORS: dict[str, str] = {
     "measure": "xla",
     "device": "config ops xla",
     "model": "config ops",
-    "parallel": "config device files model ops progress signals",
+    "parallel": "config device files model ops progress signals xla",
     "data": "config files progress",
     "reporting": "config files progress",
     "checkpoint": "config data files model ops parallel progress reporting xla",

@@ -7,9 +7,11 @@ that changes from step to step has to come as data (`device.number`).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,12 @@ def _library() -> Any:
 
 def open_device() -> torch.device:
     """The XLA device of this process. To be called before the first backward pass, for which torch counts devices."""
-    device: torch.device = _library().device()
+    library = _library()
+    if num_devices() > 1:
+        from torch_xla import runtime
+
+        runtime.use_spmd()  # one process for all of them
+    device: torch.device = library.device()
     torch.zeros((), device=device)
     return device
 
@@ -71,3 +78,30 @@ def restore_random_state(state: Tensor) -> None:
     from torch_xla.core import xla_model
 
     xla_model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
+
+
+def num_devices() -> int:
+    """That this process serves."""
+    _library()
+    from torch_xla import runtime
+
+    return int(runtime.global_runtime_device_count())
+
+
+@functools.cache
+def _grid(data: int, tp: int) -> Any:
+    _library()
+    from torch_xla.distributed import spmd
+
+    return spmd.Mesh(np.arange(data * tp), (data, tp), ("data", "tp"))
+
+
+def place(tensor: Tensor, grid: tuple[int, int], *dims: str | tuple[str, ...] | None) -> None:
+    """Cut a tensor over data x tp devices: for each dimension, over which of the two. The compiler cuts what is
+    computed from it. Does nothing where the tensor is cut already."""
+    _library()
+    import _XLAC
+    from torch_xla.distributed import spmd
+
+    if not _XLAC._get_xla_sharding_spec(tensor):
+        spmd.mark_sharding(tensor, _grid(*grid), dims)

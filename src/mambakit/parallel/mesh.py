@@ -7,7 +7,7 @@ each layer, a part of its width each. tp is the innermost: its ranks speak most 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ConfigError, RunConfig
 from ..device import choose_dtype
 from .slices import sharing_problems
+from .spmd import Devices
 from .world import DecidedElsewhere, World
 
 NAMES = ("replicate", "shard", "cp", "tp")
@@ -31,6 +32,7 @@ class Mesh:
     tp: int = 1
     rank: int = 0
     devices: DeviceMesh | None = None
+    xla: Devices = field(default_factory=Devices)  # that this process serves
 
     @classmethod
     def of(cls, device: torch.device, *, replicate: int = 1, shard: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
@@ -122,6 +124,8 @@ def layout_of(config: RunConfig, num_ranks: int, local_size: int, *, is_one: boo
 
 def mesh_of(config: RunConfig, world: World, device: torch.device) -> Mesh:
     """The ranks as the config arranges them. Raises on all of them where they cannot be."""
+    if device.type == "xla":
+        return Mesh(xla=Devices.of(config, world))
     try:
         mesh = layout_of(config, world.size, world.local_size, is_one=world.is_one)
         if config.parallel.offload and choose_dtype(config.train.precision, device) == torch.float16:

@@ -112,6 +112,7 @@ class Ranks:
             self.model.load_state_dict(weights, assign=True)
             self.model.tie_weights()
             self.model.to(device)
+            self.mesh.xla.place_parameters(self.parameters)
             return
         kept_at = torch.device("cpu") if self.config.offload else device
         self.model._apply(lambda t: torch.empty_like(t, device=device if local_part(t) is t else kept_at))

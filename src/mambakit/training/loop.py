@@ -325,7 +325,7 @@ def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | No
     """Gradients of the mean loss over the targets of all ranks' batches; the loss; and the states after it, if
     carried."""
     pieces = run.config.growth.pieces_at(run.progress.next_row)
-    rows = run.config.micro_batch_rows * pieces
+    rows = run.config.micro_batch_rows * pieces * run.ranks.mesh.xla.data
     num_targets = number(max(1, of_all), run.device)
     batch = _own_columns(run, batch.cut(pieces))
     loss = torch.zeros((), dtype=sum_dtype(run.device), device=run.device)
@@ -334,6 +334,7 @@ def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | No
         run.check_stop()
         run.ranks.before_pass(is_last=begin + rows >= batch.num_rows)
         micro = batch.rows(begin, begin + rows).to(run.device)
+        run.ranks.mesh.xla.place_rows(vars(micro).values())
         memory = _memory_before(run, micro, begin)
         micro_loss, *memory_after = run.run_micro_batch(
             micro.tokens, micro.targets, micro.doc_ids, micro.loss_mask, num_targets, *memory

@@ -91,6 +91,7 @@ def update(
     _step_unless(skipped, optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    ranks.mesh.xla.place_state(ranks.parameters, optimizer.state)
     ranks.after_update()
     return norm, skipped
 
@@ -168,3 +169,4 @@ def load_optimizer_tensors(ranks: Ranks, optimizer: torch.optim.Optimizer, tenso
                     for key, value in state.items()
                 }
             )
+    ranks.mesh.xla.place_state(ranks.parameters, optimizer.state)
