@@ -19,7 +19,10 @@ if not torch.cuda.is_available():  # before Triton is imported: its interpreter 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from mambakit.ops.torch_version import why_old_torch
+
     marks = [] if torch.cuda.is_available() else ["gpu", "multi_gpu"]
+    marks += ["gpu", "multi_gpu", "new_torch"] if why_old_torch("these tests") else []
     marks += [] if shutil.which("slurmctld") else ["slurm"]  # make test-slurm installs it
     marks += [] if os.environ.get("MAMBAKIT_LLAMACPP") else ["llamacpp"]  # make test-llamacpp brings it
     absent = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]

@@ -1,15 +1,19 @@
-"""The script of a job of Slurm: what it asks for, and what is refused before it is written. tests/slurm runs it."""
+"""How ranks are started: the script of a job of Slurm (tests/slurm runs it), and what is refused before that."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mambakit.cli import main
 from mambakit.files import UserError
 from mambakit.launch.slurm import NETWORKS, Job, script
+from mambakit.ops.torch_version import why_old_torch
+from mambakit.parallel import World, world
 
 
 def job(**changes: Any) -> Job:
@@ -75,3 +79,27 @@ def test_networks_are_settings(network: str) -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         job(**changes)
+
+
+@pytest.fixture
+def _old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "why_old_torch", functools.partial(why_old_torch, installed="2.9.1+cu128"))
+
+
+@pytest.mark.usefixtures("_old_torch")
+def test_an_old_torch_has_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", "a", "--gpus", "2", "--out", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("mambakit: ranks need torch 2.11, and this is 2.9.1; install a newer torch")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("_old_torch")
+def test_on_an_old_torch_one_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert World.join().is_one
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="ranks need torch 2.11, and this is 2.9.1"):
+        World.join()

@@ -30,7 +30,11 @@ from mambakit.decoding.graphs import MOST_GRAPHS, GraphStepper, KernelStepper, w
 from mambakit.ops.gpu import decode
 
 # numpy, which computes in the interpreter, warns of what a GPU passes over: e^x of what is masked afterwards.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.new_torch,
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = pytest.mark.parametrize("kind", ["mamba1", "mamba2"])

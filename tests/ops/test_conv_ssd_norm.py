@@ -79,6 +79,7 @@ def test_the_same_bits_as_three_operators(dtype: torch.dtype, backend: str, with
         _check(_case(2, 70, 2, "cpu", dtype, without), random_documents(2, 70))
 
 
+@pytest.mark.new_torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for where there is no GPU")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("poison")

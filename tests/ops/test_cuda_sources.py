@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from mambakit.ops import gpu
 from mambakit.ops.gpu import causal_conv1d, embedding, nvrtc, selective_scan
 from mambakit.ops.gpu.device import ROOMY
+from mambakit.ops.torch_version import why_old_torch
 
 ARCHITECTURES = [(7, 5), (8, 0), (9, 0), (12, 0)]
 every_architecture = pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -181,14 +184,26 @@ def test_a_missing_nvrtc_is_named_with_its_package(monkeypatch: pytest.MonkeyPat
     assert "does not compile for compute capability 3.5" in str(nvrtc.why_absent((3, 5)))
 
 
+@pytest.fixture
+def _forget_reasons() -> Iterator[None]:
+    reasons = gpu.why_no_triton, gpu.why_no_cuda
+    for why in reasons:
+        why.cache_clear()
+    yield
+    for why in reasons:
+        why.cache_clear()
+
+
+@pytest.mark.usefixtures("_forget_reasons")
 def test_older_gpus_are_told_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    for why in (gpu.why_no_triton, gpu.why_no_cuda):
-        why.cache_clear()
-    try:
-        assert gpu.why_no_triton(0) == "Triton needs compute capability 8.0, and Tesla V100 has 7.0"
-        assert gpu.why_no_cuda(0) == "it needs compute capability 7.5, and Tesla V100 has 7.0"
-    finally:
-        for why in (gpu.why_no_triton, gpu.why_no_cuda):
-            why.cache_clear()
+    assert gpu.why_no_triton(0) == "Triton needs compute capability 8.0, and Tesla V100 has 7.0"
+    assert gpu.why_no_cuda(0) == "it needs compute capability 7.5, and Tesla V100 has 7.0"
+
+
+@pytest.mark.usefixtures("_forget_reasons")
+def test_no_kernel_of_a_gpu_runs_on_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu, "why_old_torch", functools.partial(why_old_torch, installed="2.9.1+cu128"))
+    assert gpu.why_no_triton(0) == gpu.why_no_cuda(0) == "GPU kernels need torch 2.11, and this is 2.9.1"

@@ -27,7 +27,11 @@ from mambakit.ops.gpu import ssd as kernels
 from . import cases, recurrences
 
 # numpy, which computes in the interpreter, warns of what a GPU passes over: e^x of what is masked afterwards.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.new_torch,
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")

@@ -151,6 +151,7 @@ assert all(torch.equal(mine, again) for mine, again in zip(actual, gradients("mi
 """
 
 
+@pytest.mark.new_torch
 def test_kernels_of_a_gpu_behind_the_operators() -> None:
     """In the interpreter, for tensors of a CPU: torch looks at what an operator returns, which kernels alone do not show.
     In a process of its own, since what is registered stays."""

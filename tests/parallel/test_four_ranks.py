@@ -9,6 +9,8 @@ import pytest
 from . import layouts
 from .test_layouts import check
 
+pytestmark = pytest.mark.new_torch
+
 
 @pytest.mark.parametrize("model", list(layouts.MODELS))
 def test_four_processes_train_as_one(tmp_path: Path, model: str) -> None:

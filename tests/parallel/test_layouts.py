@@ -8,6 +8,8 @@ import pytest
 
 from . import layouts
 
+pytestmark = pytest.mark.new_torch
+
 WITHIN = {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-10, "weight": 1e-9}  # fp64; Adam magnifies small gradients
 
 

@@ -15,6 +15,8 @@ from mambakit.planning import held, traffic
 
 from . import counted, layouts
 
+pytestmark = pytest.mark.new_torch
+
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "none": {},

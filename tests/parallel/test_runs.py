@@ -26,7 +26,10 @@ from mambakit.training.run import train
 from mambakit.training.stopping import StopRequested
 from mambakit.verify import verify
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are processes of POSIX systems")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="ranks are processes of POSIX systems"),
+    pytest.mark.new_torch,
+]
 PLAIN = {"shard": "none", "tp": 1, "cp": 1}
 # What the checkpoint of step 6 is written with, and what it goes on with.
 PAIRS: list[tuple[int, dict[str, Any], int, dict[str, Any]]] = [

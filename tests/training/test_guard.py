@@ -248,6 +248,7 @@ def leave_out(run: Path, step: int, rows: list[int]) -> None:
     native.write_manifest(folder)
 
 
+@pytest.mark.new_torch
 def test_ranks_go_back_together_and_it_is_resumed_at_another_number(poisoned: Path, tmp_path: Path) -> None:
     values = poisoned_settings(poisoned, model={"dropout": 0.0}, optim={"lr": 1e-3})
     file = written(tmp_path, values)

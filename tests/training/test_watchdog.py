@@ -41,6 +41,7 @@ def test_a_worker_that_hangs_is_shown_and_the_run_ends_as_usual(
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 13))
 
 
+@pytest.mark.new_torch
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are processes of POSIX systems")
 def test_a_rank_that_waits_for_another_shows_where(shards: Path, tmp_path: Path) -> None:
     values = {

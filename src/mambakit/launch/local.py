@@ -15,7 +15,7 @@ from types import FrameType
 
 from ..checkpoint import native
 from ..files import UserError
-from ..parallel.world import LAUNCHER
+from ..parallel.world import LAUNCHER, check_torch
 from ..progress import say
 from ..signals import SIGNALS, STOPPED_AFTER_SAVING
 
@@ -100,6 +100,7 @@ def run_ranks(count: int, words: Sequence[str], folder: Path) -> int:
     has not helped three times."""
     if count < 1:
         raise UserError(f"--gpus {count}: need at least 1")
+    check_torch()
     ranks, tried = Ranks(count), 0
     newest = _newest_step(folder)
     with ranks.forwarding():

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..files import RunError, UserError, is_out_of_memory
+from ..ops.torch_version import why_old_torch
 from ..progress import say
 from ..signals import STOPPED_AFTER_SAVING, Stopped
 
@@ -78,6 +79,7 @@ class World:
             if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PROCID" not in os.environ:
                 return cls()
             os.environ.update(_from_slurm(os.environ))
+        check_torch()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -221,6 +223,12 @@ class World:
         values = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(values)
         return values.tolist()
+
+
+def check_torch() -> None:
+    """Refuse to start ranks on a torch that is too old for them."""
+    if why := why_old_torch("ranks"):
+        raise UserError(f"{why}; install a newer torch, or train in one process, without --gpus or torchrun")
 
 
 def code_digest() -> str:

@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 
+from ..torch_version import why_old_torch
 from . import nvrtc
 from .sizes import OLDEST_FOR_CUDA, OLDEST_FOR_TRITON
 
@@ -18,6 +19,8 @@ def why_no_triton(device_index: int) -> str | None:
         return "Triton is not installed (pip install triton)"
     if torch.version.hip is None and torch.cuda.get_device_capability(device_index) < OLDEST_FOR_TRITON:
         return f"Triton needs compute capability 8.0, and {_name(device_index)}"
+    if why := why_old_torch("GPU kernels"):
+        return why
     nvrtc.use_triton_cache_of_the_node()
     return None
 
@@ -30,7 +33,7 @@ def why_no_cuda(device_index: int) -> str | None:
     capability = torch.cuda.get_device_capability(device_index)
     if capability < OLDEST_FOR_CUDA:
         return f"it needs compute capability 7.5, and {_name(device_index)}"
-    return nvrtc.why_absent(capability) or nvrtc.why_not_loaded(device_index)
+    return why_old_torch("GPU kernels") or nvrtc.why_absent(capability) or nvrtc.why_not_loaded(device_index)
 
 
 def _name(device_index: int) -> str:
