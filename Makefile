@@ -5,6 +5,7 @@
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
 # make test-llamacpp  GGUF files in llama.cpp itself, whose library comes from npm; NEOX=FILE adds GPT-NeoX's tokenizer.json
 # make test-serving  mambakit serve with OpenAI's client, and its page in headless Chromium; installs Debian's, as root, where there is none
+# make test-xla   training through torch_xla on the CPU, with the torch 2.9 that it needs: some 7 GB of packages
 # make campaign   runs on ranks that are killed 200 times at any moment, and before each write; some twenty minutes
 # make signals    commands that are told to stop 50 times at any moment; some ten minutes
 # make faults     signals, bad rows, full and slow disks, trackers that hang, each in every phase; some fifteen minutes
@@ -29,11 +30,12 @@ DISTRIBUTED := tests/parallel/test_four_ranks.py tests/parallel/test_runs.py tes
 SLURM := tests/slurm
 LLAMACPP := tests/llamacpp
 SERVING := tests/serving
+XLA := tests/xla
 
-.PHONY: test test-long test-lm-eval test-distributed test-slurm test-llamacpp test-serving campaign signals faults cold-caches demo lint bench clean
+.PHONY: test test-long test-lm-eval test-distributed test-slurm test-llamacpp test-serving test-xla campaign signals faults cold-caches demo lint bench clean
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP) $(SERVING))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP) $(SERVING) $(XLA))
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
@@ -69,6 +71,23 @@ test-serving: $(VENV)/.installed
 	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 		(apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium)
 	OMP_NUM_THREADS=1 MAMBAKIT_CHROMIUM=required $(BIN)/python -m pytest --quiet $(SERVING)
+
+# torch_xla is built for one version of torch, and so has a virtualenv of its own. The core's tests run there too.
+XLA_VENV ?= .venv-xla
+XLA_CORE := tests/ops tests/model tests/decoding/test_decoder.py
+test-xla: $(XLA_VENV)/.installed
+	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest --quiet $(XLA)
+	OMP_NUM_THREADS=1 $(XLA_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(XLA_CORE)
+
+$(XLA_VENV)/.installed: constraints.txt Makefile $(SOURCES)
+	test -x $(XLA_VENV)/bin/pip || $(PYTHON) -m venv $(XLA_VENV)
+	rm -rf dist-xla
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(XLA_VENV)/bin/pip wheel --quiet --no-deps --wheel-dir dist-xla .
+	grep -vE '^(torch|triton|nvidia)' constraints.txt >dist-xla/constraints.txt
+	$(XLA_VENV)/bin/pip install --quiet torch==2.9.1 torch_xla==2.9.0
+	$(XLA_VENV)/bin/pip install --quiet --constraint dist-xla/constraints.txt "$$(ls dist-xla/*.whl)[xla]" pytest pytest-xdist hypothesis
+	$(XLA_VENV)/bin/pip install --quiet --no-deps --force-reinstall dist-xla/*.whl
+	touch $@
 
 KILLS ?= 200
 SEED ?= 0
@@ -110,4 +129,4 @@ $(VENV)/.installed: constraints.txt Makefile $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(XLA_VENV) dist dist-xla build .pytest_cache .mypy_cache .ruff_cache

@@ -63,7 +63,7 @@ DOORS: dict[str, str] = {
     "parallel": "config device files model ops progress signals xla",
     "data": "config files progress",
     "reporting": "config files progress",
-    "checkpoint": "config data files model ops parallel progress reporting xla",
+    "checkpoint": "config data files model ops parallel progress reporting",
     "decoding": "files model ops",
     "loaded": "checkpoint decoding model",
     "serving": "checkpoint decoding device files loaded model progress",

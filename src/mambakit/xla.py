@@ -66,18 +66,12 @@ def num_compilations() -> int:
     return int(found[0]) if found else 0
 
 
-def random_state() -> Tensor:
+def seed(number: int) -> None:
+    """Of the random numbers from here on. Every `start` changes them too, so that they begin anew with each step."""
     _library()
     from torch_xla.core import xla_model
 
-    return torch.tensor(list(int(xla_model.get_rng_state()).to_bytes(8, "little")), dtype=torch.uint8)
-
-
-def restore_random_state(state: Tensor) -> None:
-    _library()
-    from torch_xla.core import xla_model
-
-    xla_model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
+    xla_model.set_rng_state(number)
 
 
 def num_devices() -> int:

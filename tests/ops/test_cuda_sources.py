@@ -207,3 +207,10 @@ def test_no_kernel_of_a_gpu_runs_on_an_old_torch(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(gpu, "why_old_torch", functools.partial(why_old_torch, installed="2.9.1+cu128"))
     assert gpu.why_no_triton(0) == gpu.why_no_cuda(0) == "GPU kernels need torch 2.11, and this is 2.9.1"
+
+
+@pytest.mark.usefixtures("_forget_reasons")
+def test_an_amd_gpu_gets_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert gpu.why_no_triton(0) == "nobody has run mambakit's Triton kernels on an AMD GPU yet"
+    assert gpu.why_no_cuda(0) == "CUDA C++ does not run on AMD GPUs"

@@ -149,6 +149,8 @@ def test_a_signal_saves_and_dropout_goes_on_to_the_same_bits(text: Path, tmp_pat
     assert process.returncode == 75, error[-2000:]
     _run([sys.executable, "-m", "mambakit", "train", "--resume", "--out", str(tmp_path / "run")])
     _check_same_bits(tmp_path / "run/checkpoints/step_00000030", tmp_path / "whole/checkpoints/step_00000030")
+    counts = [record["compilations"] for record in _records(tmp_path / "whole")]
+    assert counts[1] == counts[7], "a step compiles again for its random numbers"
 
 
 def test_bf16_learns(text: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import xla
 from ..model import State
 from ..parallel import Sliced
 
@@ -109,8 +108,6 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
         states["cuda"] = torch.cuda.get_rng_state(device)
     elif device.type == "mps":
         states["mps"] = torch.mps.get_rng_state()
-    elif device.type == "xla":
-        states["xla"] = xla.random_state()
     return states
 
 
@@ -120,5 +117,3 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
         torch.cuda.set_rng_state(states["cuda"], device)
     elif device.type == "mps" and "mps" in states:
         torch.mps.set_rng_state(states["mps"])
-    elif device.type == "xla" and "xla" in states:
-        xla.restore_random_state(states["xla"])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import xla
 from ..config import ParallelConfig
 from ..model import MambaLM, State
 from .collectives import Group
@@ -175,7 +176,7 @@ class Ranks:
     def sliced(self, name: str, tensor: Tensor) -> Tensor | Sliced:
         """This rank's part of such a tensor, with its place in the whole."""
         if self.is_one:
-            return tensor
+            return self.mesh.xla.whole(tensor)
         place = self.pieces[name].place
         if tensor.shape != place.local_shape:
             place = Place(tuple(tensor.shape), None, None, self.mesh.size, self.mesh.rank)
@@ -183,11 +184,17 @@ class Ranks:
 
     def seed(self, seed: int, step: int) -> None:
         """Begin a step's random numbers. They depend on the rows and columns that a rank computes: tp ranks, which
-        compute the same ones, draw the same. A plain process goes on with its own."""
-        if not self.is_one:
-            place = self.mesh.data_rank * self.mesh.cp + self.mesh.cp_rank
-            digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+        compute the same ones, draw the same. A plain process goes on with its own, but not on XLA."""
+        is_xla = self.model.device.type == "xla"
+        if self.is_one and not is_xla:
+            return
+        place = self.mesh.data_rank * self.mesh.cp + self.mesh.cp_rank
+        digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
+        number = int.from_bytes(digest[:7], "little")
+        if is_xla:
+            xla.seed(number)
+        else:
+            torch.manual_seed(number)
 
     def sum_(self, loss: Tensor) -> None:
         """Sum a number over the ranks that compute different rows or columns."""

@@ -79,6 +79,14 @@ class Devices:
             if not self.is_one:
                 xla.place(tensor, (self.data, self.tp), "data", *[None] * (tensor.dim() - 1))
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The same, whole on each device, to be copied to the host. The library would compile a gather at each copy."""
+        if self.is_one or not tensor.dim():
+            return tensor
+        copy = tensor.detach() * 1  # a clone would lie as the tensor does
+        xla.place(copy, (self.data, self.tp), *[None] * copy.dim())
+        return copy
+
     def _dims(self, name: str, tensor: Tensor) -> list[str | tuple[str, ...] | None]:
         dims: list[str | tuple[str, ...] | None] = [None] * tensor.dim()
         for place, ends in enumerate((ROWS, COLUMNS)):

@@ -516,7 +516,7 @@ def _sample(run: Run) -> Iterator[Record]:
     if data.tokenizer is None:
         return
     # A token is a few operations on numbers that change: an XLA device would compile each of them.
-    model = run.model if run.device.type != "xla" else _twin_on_cpu(run.model)
+    model = run.model if run.device.type != "xla" else _twin_on_cpu(run.ranks)
     run.watchdog.pause("sampling")
     options: dict[str, Any] = {**SAMPLING, "max_new_tokens": run.config.track.sample_tokens}
     model.eval()
@@ -537,10 +537,11 @@ def _sample(run: Run) -> Iterator[Record]:
         model.train()
 
 
-def _twin_on_cpu(model: MambaLM) -> MambaLM:
+def _twin_on_cpu(ranks: Ranks) -> MambaLM:
     with torch.device("meta"):
-        twin = MambaLM(model.config)
-    twin.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()}, assign=True)
+        twin = MambaLM(ranks.model.config)
+    whole = {name: ranks.mesh.xla.whole(tensor).cpu() for name, tensor in ranks.model.state_dict().items()}
+    twin.load_state_dict(whole, assign=True)
     twin.tie_weights()
     return twin
 

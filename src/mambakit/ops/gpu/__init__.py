@@ -17,7 +17,9 @@ def why_no_triton(device_index: int) -> str | None:
     """Why Triton kernels do not run on this GPU; None where they do."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device_index) < OLDEST_FOR_TRITON:
+    if torch.version.hip is not None:
+        return "nobody has run mambakit's Triton kernels on an AMD GPU yet"
+    if torch.cuda.get_device_capability(device_index) < OLDEST_FOR_TRITON:
         return f"Triton needs compute capability 8.0, and {_name(device_index)}"
     if why := why_old_torch("GPU kernels"):
         return why
