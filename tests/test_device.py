@@ -65,3 +65,25 @@ def test_the_precision_is_the_fastest_of_the_gpu() -> None:
     found = {capability: fastest_precision(capability) for capability in ((6, 1), (7, 0), (7, 5), (8, 0), (9, 0))}
     assert found == {(6, 1): "fp32", (7, 0): "fp16", (7, 5): "fp16", (8, 0): "bf16", (9, 0): "bf16"}
     assert str(choose_dtype("auto", choose_device("cpu"))) == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("banana", "parallel.device=banana is no device that torch knows; use auto, cpu, cuda, mps, xla"),
+        ("", "parallel.device= is no device that torch knows"),
+        ("cuda:1", "parallel.device=cuda:1: name a kind of device"),
+        ("meta", "parallel.device=meta: name a kind of device"),
+        ("xpu", "parallel.device=xpu, but torch finds no such device here: "),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_device(name)
+    assert str(error.value).startswith(message)
+
+
+def test_xla_without_its_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torch_xla, .*: pip install 'torch==2.9.\*' 'torch_xla==2.9.\*'"):
+        choose_device("xla")

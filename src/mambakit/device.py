@@ -15,6 +15,7 @@ from torch import Tensor
 from . import xla
 from .config import ConfigError, Recompute, RunConfig
 from .ops.gpu.sizes import OLDEST_FOR_CUDA, OLDEST_FOR_TRITON
+from .ops.torch_version import why_old_torch
 
 Capability = tuple[int, int]  # of an NVIDIA GPU, such as (9, 0)
 OLDEST_WITH_BF16, OLDEST_WITH_FAST_FP16 = (8, 0), (7, 0)
@@ -102,9 +103,11 @@ def what_runs(gpu: str, capability: Capability) -> str | None:
 
 
 def note_of(device: torch.device) -> str | None:
-    """`what_runs` of a device."""
+    """What is slower on a device than it could be, in a sentence; None where all kernels run."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
+    if why := why_old_torch("GPU kernels"):
+        return f"{why}: all operators are plain torch, which is slow"
     return what_runs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 

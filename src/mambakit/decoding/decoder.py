@@ -58,6 +58,8 @@ class Decoder:
         """With `run_ahead`, a GPU computes a step while the tokens of the one before are read: a row that is saved may
         have one token more than `step` has given."""
         self.model, self.device = model, model.device
+        if self.device.type == "xla":  # which would compile each token
+            raise UserError("text is not generated on xla; choose another device, for example cpu")
         self._runs_ahead = run_ahead and self.device.type == "cuda"
         self.rows: list[Row] = []
         self._choices: list[Choice] = []
