@@ -37,7 +37,7 @@ def stepper(kind: str) -> Callable[[], float]:
         loss = output.loss_sum / output.num_targets
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step
 
