@@ -92,13 +92,13 @@ class Numbers:
     """Scalars on their way from the device. A plain `float` would wait for all that a GPU was given since."""
 
     def __init__(self, *values: Tensor) -> None:
+        device = values[0].device
         self._values = torch.stack([value.to(values[0]) for value in values])
-        if self._values.device.type == "xla":
-            # A copy would wait: it is made when they are read. The moment is that of the start, one step early.
-            xla.start(self._values.device)
+        if device.type == "xla":  # a copy would wait: it is made when they are read; the moment is one step early
+            xla.start(device)
         else:
             self._values = self._values.to("cpu", non_blocking=True)
-        self.arrival = Moment(values[0].device, waits=False)
+        self.arrival = Moment(device, waits=device.type != "xla")
 
     def read(self) -> list[float]:
         self.arrival.wait()
