@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from . import xla
 from .config import ConfigError, Recompute, RunConfig
@@ -57,13 +56,6 @@ def _open(name: str) -> torch.device:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"parallel.device={name}, but torch finds no such device here: {why[0]}") from None
     return device
-
-
-def number(value: float, device: torch.device) -> Tensor:
-    """A number on a device, in fp32. XLA compiles anew for each value that a tensor is filled with."""
-    if device.type == "xla":
-        return torch.tensor(value, dtype=torch.float32).to(device)
-    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Devices behind the XLA compiler, such as AWS Trainium, through torch_xla. The only file that knows that library.
 
 A tensor there is a note of how to compute it. `start` gives all that was noted to the compiler, which keeps what it has
-compiled: a step that is noted like the one before runs at once. A Python number is part of the note, so that a number
-that changes from step to step has to come as data (`device.number`).
+compiled: a step that is noted like the one before runs at once. Other shapes are another note; other numbers are not,
+but for 0 and 1.
 """
 
 from __future__ import annotations

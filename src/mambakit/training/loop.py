@@ -29,7 +29,7 @@ from ..data.lanes import lanes
 from ..data.loader import Batch
 from ..data.shards import TokenStream
 from ..decoding import generate_text
-from ..device import autocast, number, sum_dtype
+from ..device import autocast, sum_dtype
 from ..evaluation import Score, score
 from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..measure import Moment, Numbers, peak_memory
@@ -326,7 +326,7 @@ def _accumulate(run: Run, batch: Batch, of_all: int) -> tuple[Tensor, State | No
     carried."""
     pieces = run.config.growth.pieces_at(run.progress.next_row)
     rows = run.config.micro_batch_rows * pieces * run.ranks.mesh.xla.data
-    num_targets = number(max(1, of_all), run.device)
+    num_targets = torch.full((), max(1, of_all), dtype=torch.float32, device=run.device)
     batch = _own_columns(run, batch.cut(pieces))
     loss = torch.zeros((), dtype=sum_dtype(run.device), device=run.device)
     states: list[State] = []

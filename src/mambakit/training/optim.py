@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigError, ModelConfig, OptimConfig
-from ..device import number
 from ..parallel import Ranks, Sliced
 from . import int8, muon
 from .profiling import region
@@ -40,8 +39,7 @@ def make_optimizer(
     if config.state == "int8":
         return int8.make_adamw(groups, **options)
     options["fused"] = device.type in ("cpu", "cuda")
-    if device.type == "xla":  # where a number in Python would be part of what is compiled
-        options |= {"capturable": True, "lr": number(config.lr, device)}
+    options["capturable"] = device.type == "xla"  # the counts of steps stay there, and nothing waits for them
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **options)
     assert model is not None
@@ -75,9 +73,7 @@ def update(
     or the norm is not finite on any rank, weights and optimizer stay as they are; the device decides that by itself.
     Gives the norm before clipping, and 1 for a skipped step, else 0."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor) and group["lr"].device.type == "xla":
-            group["lr"] = number(lr, group["lr"].device)
-        elif isinstance(group["lr"], Tensor):
+        if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
