@@ -39,9 +39,10 @@ def score(
     dtype: torch.dtype = torch.float32,
     before_batch: Callable[[], None] = lambda: None,
     after_batch: Callable[[int], None] = lambda targets: None,
+    place: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
 ) -> Score:
     """The loss of `lanes` of documents, with the state carried from batch to batch where a document goes on. The host
-    waits for the device once, at the end."""
+    waits for the device once, at the end. `place` is for the tensors of a batch, once they are on the device."""
     device = model.device
     was_training = model.training
     model.eval()
@@ -53,6 +54,7 @@ def score(
             before_batch()
             num_targets = batch.num_targets  # counted on the host
             batch = batch.to(device)
+            place(vars(batch).values())
             # XLA knows no tensors of inference mode.
             without_gradients = torch.no_grad if device.type == "xla" else torch.inference_mode
             with without_gradients(), autocast(device, dtype):

@@ -489,14 +489,16 @@ def _evaluate(run: Run) -> Record:
 def _score(run: Run) -> Score:
     assert run.data.val is not None
     rows = run.config.train.eval_batch_rows or run.config.micro_batch_rows
-    rows *= run.ranks.mesh.data_size
-    batches = lanes(run.data.val, run.data.val_ranges, rows, run.config.data.sequence_length)
-    padded = (batch.padded(run.ranks.mesh.data_size) for batch in batches)
+    mesh = run.ranks.mesh
+    devices = mesh.data_size * mesh.xla.data
+    batches = lanes(run.data.val, run.data.val_ranges, rows * devices, run.config.data.sequence_length)
+    padded = (batch.padded(devices) for batch in batches)
     own = (_own_columns(run, batch.rows(*run.ranks.rows_of(batch.num_rows))) for batch in padded)
-    result = score(run.model, own, dtype=run.dtype, before_batch=functools.partial(_stop_if_asked, run))
+    stops = functools.partial(_stop_if_asked, run)
+    result = score(run.model, own, dtype=run.dtype, before_batch=stops, place=mesh.xla.place_rows)
     if not run.world.is_one:
         loss_sum, targets = run.world.sums(result.loss_sum, result.targets)
-        result = Score(loss_sum / run.ranks.mesh.tp, round(targets / run.ranks.mesh.tp))
+        result = Score(loss_sum / mesh.tp, round(targets / mesh.tp))
     if not math.isfinite(result.loss):
         raise _diverged(run, f"the validation loss is not finite at step {run.progress.step:,}")
     return result
