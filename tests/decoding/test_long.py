@@ -32,5 +32,5 @@ def test_time_and_memory_of_a_token_do_not_grow(kind: str) -> None:
         quickest.append(min(times))
         resident.append(_resident_bytes())
     assert count == TOKENS
-    assert quickest[-1] < 1.3 * min(quickest)
+    assert min(quickest[-3:]) < 1.2 * min(quickest)  # of three parts, since others may use the machine during one
     assert resident[-1] - resident[0] < 2 * 2**20  # a state is 20 kB; 90,000 of anything kept would show
