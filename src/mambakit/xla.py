@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ def _library() -> Any:
             "parallel.device=xla needs torch_xla, and the torch that it was built for: "
             "pip install 'torch==2.9.*' 'torch_xla==2.9.*' (docs/hardware.md)"
         )
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors alone: each compilation warns of what XLA plans
     import torch_xla
 
     if not hasattr(torch, "xla"):  # torch's checkpointing looks for it, as it does for other devices of this kind
