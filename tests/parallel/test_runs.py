@@ -231,19 +231,21 @@ def test_a_signal_saves_once_and_the_run_goes_on_to_the_same_bits(shards: Path, 
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
 
-def test_a_run_that_was_stopped_before_an_evaluation_goes_on_sharded(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stopped_in", "sample_every"), [("_evaluate", 0), ("_sample", 3)])
+def test_a_run_that_was_stopped_before_an_evaluation_or_samples_goes_on_sharded(
+    stopped_in: str, sample_every: int, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What FSDP2 does first is then an evaluation, in inference mode."""
+    """What FSDP2 does first is then in inference mode: an evaluation, or the reading of a prompt."""
 
     def stop(run: Any) -> None:
         run.stopper.signal_name = "SIGTERM"
         raise StopRequested
 
-    values = settings(shards, "mamba2", model={"dropout": 0.0}, optim={"lr": 1e-3})
+    track = {"sample_every": sample_every, "sample_tokens": 4}
+    values = settings(shards, "mamba2", model={"dropout": 0.0}, optim={"lr": 1e-3}, track=track)
     train(values, out=tmp_path / "alone", quiet=True)
     with monkeypatch.context() as patch:
-        patch.setattr("mambakit.training.loop._evaluate", stop)
+        patch.setattr(f"mambakit.training.loop.{stopped_in}", stop)
         train(values, out=tmp_path / "run", quiet=True)
     status, told = run(2, "--resume", "--out", tmp_path / "run", "--parallel.shard", "full")
     assert status == 0, told

@@ -423,6 +423,7 @@ def _shard_fully(model: MambaLM, mesh: Mesh, config: ParallelConfig, dtype: torc
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         fsdp.register_fsdp_forward_method(unit, "step")
+    fsdp.register_fsdp_forward_method(model, "next_scores")  # a resumed run may begin with samples
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch) : number][::-1])
