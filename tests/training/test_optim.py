@@ -13,6 +13,7 @@ from mambakit import MambaLM, ModelConfig
 from mambakit.config import OptimConfig
 from mambakit.parallel import Ranks
 from mambakit.training.optim import (
+    _step_and_choose,
     decay_groups,
     describe_groups,
     load_optimizer_tensors,
@@ -102,3 +103,28 @@ def test_warm_up_is_a_tenth_of_the_run_unless_set() -> None:
     assert learning_rate(5, 100, config) == pytest.approx(0.5)
     assert learning_rate(1000, 100_000, config) == pytest.approx(0.5)  # at most 2000 steps
     assert math.isfinite(learning_rate(1, 1, config))
+
+
+def test_a_step_that_is_computed_and_not_taken_changes_nothing() -> None:
+    """As on XLA, where nothing waits for the flag: also in the first step, before which the optimizer has no state."""
+    weights = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1)
+
+    def step(value: float, skipped: bool) -> None:
+        for weight in weights:
+            weight.grad = torch.full_like(weight, value)
+        _step_and_choose(torch.tensor(skipped), optimizer)
+
+    def held() -> list[torch.Tensor]:
+        state = [tensor for weight in weights for tensor in optimizer.state[weight].values()]
+        return [tensor.detach().clone() for tensor in [*weights, *state]]
+
+    first = [weight.detach().clone() for weight in weights]
+    step(math.nan, skipped=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(held(), first, strict=False))
+    assert not any(tensor.any() for tensor in held()[len(first) :])
+    step(1.0, skipped=False)
+    taken = held()
+    assert not torch.equal(taken[0], first[0]) and all(tensor.any() for tensor in taken)
+    step(math.inf, skipped=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(held(), taken, strict=True))
