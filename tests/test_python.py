@@ -71,6 +71,17 @@ def test_training_step_by_step_gives_the_records_of_the_run(
     assert state_bytes(tmp_path / "run", 12) == state_bytes(finished, 12)
 
 
+def test_a_quiet_run_that_waits_for_its_caller_silences_nobody(
+    shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waiting = mambakit.training_steps(settings(shards), out=tmp_path / "waiting")
+    next(waiting)
+    mambakit.train(settings(shards, train={"steps": 3}), out=tmp_path / "run")
+    assert "step 3/3" in capfd.readouterr().err
+    waiting.close()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_who_breaks_out_of_the_steps_can_go_on(finished: Path, shards: Path, tmp_path: Path) -> None:
     for record in mambakit.training_steps(settings(shards), out=tmp_path / "run"):
         if record["step"] == 5:

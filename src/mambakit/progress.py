@@ -116,7 +116,7 @@ class _Lenient:
                 stream.flush()
 
     def isatty(self) -> bool:
-        return _is_terminal(self._stream)
+        return _is_terminal(self._stream) and not _silent  # a live display that is not seen is not begun
 
     def fileno(self) -> int:
         if self._stream is None:

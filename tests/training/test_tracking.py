@@ -80,7 +80,9 @@ def file_of(run: Path) -> list[dict[str, Any]]:
 def killed(shards: Path, folder: Path, to: str, at_step: int, **sections: dict[str, Any]) -> Path:
     """A run as it is on disk after a kill: its tracker has all records, and its last checkpoint is some steps older."""
     note = folder / "run" / "tracked" / f"{to}.json"
-    steps = training_steps(tracked_settings(shards, to, **sections), out=folder / "run")
+    config = tracked_settings(shards, to, **sections)
+    config["checkpoint"]["background"] = False  # nothing in the folder changes while it is copied
+    steps = training_steps(config, out=folder / "run")
     for record in steps:
         if record["type"] == "train" and record["step"] == at_step:
             break

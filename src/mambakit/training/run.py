@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -109,10 +109,27 @@ def training_steps(
 
     Breaking out of the loop saves the run. So does Ctrl-C, which then raises KeyboardInterrupt.
     """
-    with contextlib.ExitStack() as stack:
-        if quiet:
-            stack.enter_context(silence())
-        run = stack.enter_context(_opened([_layer(config)], batches, out, resume, init_from))
+    steps = _training_steps(config, batches, out, resume, init_from)
+
+    def hushed() -> contextlib.AbstractContextManager[None]:
+        return silence() if quiet else contextlib.nullcontext()
+
+    try:
+        while True:
+            with hushed():  # and not while the caller works on a record: what it does then is heard
+                record = next(steps, None)
+            if record is None:
+                return
+            yield record
+    finally:
+        with hushed():
+            steps.close()
+
+
+def _training_steps(
+    config: ConfigLike, batches: Iterable[Any] | None, out: str | Path | None, resume: Resume, init_from: str | Path | None
+) -> Generator[dict[str, Any], None, None]:
+    with _opened([_layer(config)], batches, out, resume, init_from) as run:
         yield from _train(run)
     if run.stopped_by == "SIGINT":
         raise KeyboardInterrupt
