@@ -127,7 +127,11 @@ def training_steps(
 
 
 def _training_steps(
-    config: ConfigLike, batches: Iterable[Any] | None, out: str | Path | None, resume: Resume, init_from: str | Path | None
+    config: ConfigLike,
+    batches: Iterable[Any] | None,
+    out: str | Path | None,
+    resume: Resume,
+    init_from: str | Path | None,
 ) -> Generator[dict[str, Any], None, None]:
     with _opened([_layer(config)], batches, out, resume, init_from) as run:
         yield from _train(run)
