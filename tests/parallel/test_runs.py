@@ -421,3 +421,52 @@ def test_ranks_that_were_told_different_things_are_refused(shards: Path, tmp_pat
     assert [process.returncode for process in ranks] == [2, 2], told
     assert "rank 1 and rank 0 differ in what they were told" in told[0] and told[1] == ""
     assert not (tmp_path / "run").exists()
+
+
+def own_batches(ranks: int, out: Path, trouble: str = "", **parallel: Any) -> tuple[int, str]:
+    """tests/parallel/own_batches.py, as torchrun starts it."""
+    words = [str(Path(__file__).with_name("own_batches.py")), str(out), json.dumps(parallel), trouble]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *words], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.fixture(scope="module")
+def own_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("own") / "alone"
+    status, told = own_batches(1, out)
+    assert status == 0, told
+    return out
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"tp": 2}), (4, {"cp": 2, "shard": "full"})], ids=str)
+def test_batches_of_ones_own_on_ranks_are_those_of_one_process(
+    ranks: int, layout: dict[str, Any], own_alone: Path, tmp_path: Path
+) -> None:
+    status, told = own_batches(ranks, tmp_path / "run", **layout)
+    assert status == 0, told
+    assert_same(tmp_path / "run", own_alone, 9)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        ("fails", "ValueError: the sixth batch cannot be read"),
+        ("ends", "the batches ended at step 5 of 9; the run is saved"),
+        ("differs", "batch 6 differs between ranks"),
+        ("odd", "batch 6 has 3 rows, and 2 ranks share them"),
+    ],
+)
+def test_batches_of_ones_own_that_break_on_ranks_lose_no_step(
+    trouble: str, message: str, own_alone: Path, tmp_path: Path
+) -> None:
+    status, told = own_batches(2, tmp_path / "run", trouble)
+    assert status and told.count(message) == 1, told
+    assert native.step_of(native.checkpoints(tmp_path / "run")[0]) == 5
+    if trouble == "fails":
+        status, told = own_batches(2, tmp_path / "run")
+        assert status == 0 and "skipping the first 5 of the batches" in told, told
+        assert_same(tmp_path / "run", own_alone, 9)

@@ -3,6 +3,6 @@
 from .mesh import Mesh, layout_of, mesh_of
 from .places import Sliced
 from .ranks import Ranks, parallelize
-from .world import World, code_digest
+from .world import DecidedElsewhere, World, code_digest
 
-__all__ = ["Mesh", "Ranks", "Sliced", "World", "code_digest", "layout_of", "mesh_of", "parallelize"]
+__all__ = ["DecidedElsewhere", "Mesh", "Ranks", "Sliced", "World", "code_digest", "layout_of", "mesh_of", "parallelize"]

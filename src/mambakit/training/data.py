@@ -20,6 +20,7 @@ from ..data.prepare import prepare_once
 from ..data.shards import INDEX, ShardError, TokenStream, is_shards, read_index, read_tokenizer
 from ..data.tokenize import end_token, same_tokenizer, vocab_size
 from ..files import UserError
+from ..parallel import Ranks, World
 from ..progress import say
 from .own_batches import own_batches
 
@@ -70,12 +71,13 @@ def open_data(
     shards: Path | None,
     batches: Iterable[Any] | None,
     progress: Progress,
-    own: tuple[int, int] | None = None,
+    world: World,
+    ranks: Ranks,
 ) -> TrainingData:
-    """The data of a run that has come so far, and of each batch this rank's `own` rows. Without `shards` there are
+    """The data of a run that has come so far, and of each batch this rank's rows. Without `shards` there are
     batches."""
     if shards is None:
-        return TrainingData(own_batches(batches, progress.step, config))
+        return TrainingData(own_batches(batches, progress.step, config, world, ranks))
     val = TokenStream(shards, "val")
     loader = None
     if batches is None:
@@ -85,11 +87,11 @@ def open_data(
             config.data,
             config.batch_rows,
             next_row=progress.next_row,
-            own=own,
+            own=ranks.rows_of(config.batch_rows),
             skipped_rows=progress.skipped_rows,
             growth=config.growth,
         )
-    rows = iter(loader) if loader else own_batches(batches, progress.step, config)
+    rows = iter(loader) if loader else own_batches(batches, progress.step, config, world, ranks)
     ranges = tuple(_val_ranges(val, config.train.eval_tokens))
     return TrainingData(rows, loader, val, ranges, tokenizer_of(shards), (read_index(shards).end_token,))
 

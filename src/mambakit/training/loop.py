@@ -34,7 +34,7 @@ from ..evaluation import Score, score
 from ..files import RunError, UserError, is_out_of_memory, replace_json
 from ..measure import Moment, Numbers, peak_memory
 from ..model import MambaLM, State
-from ..parallel import Ranks, Sliced, World
+from ..parallel import DecidedElsewhere, Ranks, Sliced, World
 from . import history, lora
 from .change import norm_of_change, sampled_weights
 from .data import TrainingData
@@ -241,13 +241,14 @@ def step(run: Run) -> None:
     if run.unrecorded is None:
         run.clock = Moment(run.device)
     asked = time.perf_counter()
+    is_own = run.data.loader is None
     try:
         batch = next(run.data.batches, None)
-    except Exception:  # a shard that was cut short, or whatever a person's own batches raise
-        _save_what_is_done(run)
+    except (Exception, DecidedElsewhere):  # a shard that was cut short, or whatever a person's own batches raise
+        _save_what_is_done(run, on_all_ranks=is_own)
         raise
     if batch is None:
-        _save_what_is_done(run)
+        _save_what_is_done(run, on_all_ranks=is_own)
         saved = "the run is saved" if progress.step else "there was none"
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; {saved}")
     mesh = run.ranks.mesh
@@ -288,7 +289,7 @@ def step(run: Run) -> None:
     run.carried = states and states.map(lambda memory: torch.where(skipped.bool(), 0, memory))  # they may not be finite
     num_tokens = batch.tokens.numel() * mesh.data_size
     loader, next_row = run.data.loader, progress.next_row
-    rows = loader.rows(next_row) if loader else range(next_row, next_row + batch.num_rows)
+    rows = loader.rows(next_row) if loader else range(next_row, next_row + batch.num_rows * mesh.data_size)
     progress.step += 1
     if run.average is not None:
         run.average.update(progress.step)
@@ -315,9 +316,9 @@ def _too_little_memory(run: Run, what: str, mend: str) -> UserError:
     return UserError(f"{what} do not fit in the memory of {run.device}; {mend}{lost}")
 
 
-def _save_what_is_done(run: Run) -> None:
+def _save_what_is_done(run: Run, *, on_all_ranks: bool = False) -> None:
     """Before an error ends the run. A run that has not begun leaves nothing, and one rank alone cannot save."""
-    if run.progress.step and run.world.is_one:
+    if run.progress.step and (run.world.is_one or on_all_ranks):
         _save_unless_in_trouble(run)
 
 

@@ -1,8 +1,11 @@
-"""A caller's own batches, in place of the loader's: tensors, arrays or lists."""
+"""A caller's own batches, in place of the loader's: tensors, arrays or lists.
+
+Every rank is given the same whole batches, and takes its own rows, so that a step is that of one process."""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from ..config import RunConfig
 from ..data.loader import Batch
 from ..files import UserError
+from ..parallel import Ranks, World
 from ..progress import say
 
 DTYPES = {
@@ -24,15 +28,45 @@ DTYPES = {
 }
 
 
-def own_batches(batches: Any, skip: int, config: RunConfig) -> Iterator[Batch]:
-    """The caller's batches, checked. Those that a resumed run has seen are skipped."""
+def own_batches(batches: Any, skip: int, config: RunConfig, world: World, ranks: Ranks) -> Iterator[Batch]:
+    """The caller's batches, checked, and of each this rank's rows. Those that a resumed run has seen are skipped."""
     if skip:
         say(f"skipping the first {skip:,} of the batches: the run has seen them")
     try:
         given = iter(batches)
     except TypeError:
         raise UserError(f"batches is a {type(batches).__name__}; need an iterable of batches") from None
-    return (_checked(_as_batch(value), config) for value in itertools.islice(given, skip, None))
+    whole = (_checked(_as_batch(value), config) for value in itertools.islice(given, skip, None))
+    return whole if world.is_one else _shared(whole, skip, world, ranks)
+
+
+def _shared(whole: Iterator[Batch], first: int, world: World, ranks: Ranks) -> Iterator[Batch]:
+    """This rank's rows of each batch. All ranks come to the end, and to every error, together."""
+    for number in itertools.count(first + 1):
+        batch = world.together(lambda: next(whole, None))
+        digest = _digest(batch) if batch is not None else -1
+        high, low = world.largest(digest, -digest)
+        if high != -low:
+            raise UserError(
+                f"batch {number} differs between ranks; give every rank the same whole batches: it takes its own rows"
+            )
+        if batch is None:
+            return
+        rows, columns = batch.tokens.shape
+        for size, name, parts in ((rows, "rows", ranks.mesh.data_size), (columns, "tokens a row", ranks.mesh.cp)):
+            if size % parts:
+                raise UserError(
+                    f"batch {number} has {size} {name}, and {parts} ranks share them; need a multiple of that"
+                )
+        yield batch.rows(*ranks.rows_of(batch.num_rows))
+
+
+def _digest(batch: Batch) -> int:
+    digest = 0
+    for name in DTYPES:
+        value = getattr(batch, name).contiguous()
+        digest = zlib.crc32(value.numpy(), zlib.crc32(str(tuple(value.shape)).encode(), digest))
+    return digest
 
 
 def _as_batch(value: Any) -> Batch:

@@ -212,10 +212,9 @@ def _opened(
             }
 
         if not world.is_one:
-            if batches is not None:
-                raise ConfigError("batches of your own work in one process alone so far")
             world.same("their code", code_digest())
-            world.same("what they were told", json.loads(json.dumps([*layers, out, resume, init_from], default=str)))
+            told = [*layers, out, resume, init_from, batches is not None]
+            world.same("what they were told", json.loads(json.dumps(told, default=str)))
         decided = world.decide(decide)
         start, config = Start.of_json(decided["start"]), resolve(decided["config"])
         shards = Path(decided["shards"]) if decided["shards"] else None
@@ -326,7 +325,7 @@ def _assemble(
     keep_freed_memory()
     if world.is_first and not native.checkpoints(start.folder):
         _check_space(start.folder, model, config)
-    data = open_data(config, shards, batches, progress, ranks.rows_of(config.batch_rows))
+    data = open_data(config, shards, batches, progress, world, ranks)
     check_same_rows(state, data.loader, start.checkpoint)
     total_steps = _total_steps(config, data.loader, progress)
     _check_length(config, total_steps, has_evaluations=bool(data.val_ranges))
