@@ -2,9 +2,8 @@
 
     python benchmarks/loader.py --tokens 1e9 --folder FOLDER
 
-Makes a set of that many tokens in documents of random lengths (kept for the next time), then times, in one process:
-from nothing to the first batch, and batches of 32 x 2048 tokens for some seconds, by number of reading threads. A plain
-pass over the same rows that only copies the packed integers stands beside as the floor.
+Makes a set of that many tokens in documents of random lengths (kept for the next time), then times: from nothing to the
+first batch, in processes of their own; and what `mambakit bench data` does.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
-from mambakit.config import DataConfig
-from mambakit.data.loader import Loader, permute
+from mambakit.bench import measure_reading
 from mambakit.data.shards import LAYOUTS, Index, ShardWriter, SplitCounts, TokenStream
 
 ROWS, LENGTH = 32, 2048
@@ -61,27 +58,6 @@ def make(folder: Path, num_tokens: int) -> None:
     (folder / "index.json").write_text(json.dumps(index.model_dump()))
 
 
-def rate(loader: Loader, seconds: float) -> float:
-    batches = iter(loader)
-    next(batches)
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        next(batches)
-        count += 1
-    return count * ROWS * LENGTH / (time.perf_counter() - begin)
-
-
-def floor(stream: TokenStream, seconds: float) -> float:
-    windows = (len(stream) - 1) // LENGTH
-    begin, row = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        for _ in range(ROWS):
-            at = permute(row, windows, 0, 0) * LENGTH
-            stream.read(at, at + LENGTH + 1).copy()
-            row += 1
-    return row * LENGTH / (time.perf_counter() - begin)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=1e9)
@@ -103,14 +79,8 @@ def main() -> None:
     print(f"{platform.machine()}, {platform.python_version()}, numpy {np.__version__}, {len(stream):,} tokens")
     first, imports = (statistics.median(column) for column in zip(*starts, strict=True))
     print(f"first batch: {first * 1e3:.1f} ms after the imports, which take {imports:.2f} s (median of 5 processes)")
-    print(f"copying the packed rows alone: {floor(stream, options.seconds) / 1e6:.0f} million tokens/s")
-    for workers in (0, 1, 2):
-        config = DataConfig(sequence_length=LENGTH, workers=workers)
-        rates = [rate(Loader(stream, config, ROWS), options.seconds) / 1e6 for _ in range(5)]
-        print(
-            f"workers {workers}: {statistics.median(rates):.1f} million tokens/s "
-            f"(median of 5; {min(rates):.1f} to {max(rates):.1f})"
-        )
+    for part in measure_reading(options.folder, sequence_length=LENGTH, batch_rows=ROWS, seconds=options.seconds):
+        print(part.text)
 
 
 if __name__ == "__main__":

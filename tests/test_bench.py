@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from mambakit.bench.common import Ceilings
 from mambakit.bench.generating import weight_bytes
 from mambakit.bench.operators import OPERATORS, parse_shape
 from mambakit.cli import main
+from mambakit.data.loader import Loader
+from mambakit.data.shards import TokenStream
 from mambakit.decoding import Decoder
 from mambakit.device import autocast
 
@@ -482,12 +485,36 @@ def test_memory_is_read_about_as_fast_as_it_is_copied() -> None:
     assert 0.3 < measure.read_rate(CPU) / measure.copy_rate(CPU) < 30
 
 
+def test_reading_is_measured_by_what_the_loader_gives(
+    shards: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--sequence-length", "16", "--batch-rows", "4", "--workers", "0", "2", "--seconds", "0.2"]
+    report = run(capsys, "data", str(shards), *words)
+    assert report["data"]["tokens"] == len(TokenStream(shards, "train"))
+    assert [one["workers"] for one in report["results"]] == [0, 2]
+    for one in report["results"]:
+        seconds = one["batch"]["seconds"]
+        assert 0.15 < sum(seconds) < 2
+        assert math.isclose(one["tokens_per_second"], len(seconds) * 4 * 16 / sum(seconds))
+        assert math.isclose(one["fraction_of_copy"], one["tokens_per_second"] / report["copy_tokens_per_second"])
+    read = Loader.read
+    monkeypatch.setattr(Loader, "read", lambda self, row: (time.sleep(0.02), read(self, row))[1])
+    [one] = run(capsys, "data", str(shards), *words[:4], "--workers", "0", "--seconds", "0.2")["results"]
+    assert 20 <= one["batch"]["median_ms"] < 60
+    assert main(["bench", "data", str(shards), *words]) == 0
+    assert "2 threads ahead" in capsys.readouterr().out
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model to decode": (["generate"], "there is no model to measure; name one, such as tiny or mamba-130m"),
     "rows to decode": (["generate", "--model", "tiny", "--batch-size", "1", "0"], "batch_size=0: need a whole number"),
     "tokens to decode": (["generate", "--model", "tiny", "--new-tokens", "0"], "new_tokens=0: need a whole number"),
     "heat": (["generate", "--model", "tiny", "--temperature", "-1"], "temperature=-1.0: need a number of at least 0"),
     "narrow": (["generate", "--model", "tiny", "--dtype", "fp16", "--device", "cpu"], "dtype=fp16 needs a CUDA GPU"),
+    "no shards": (["data", "tests"], "tests is no folder of shards; make one with mambakit prepare"),
+    "threads": (["data", "tests", "--workers", "1", "-1"], "workers=[1, -1]: need one number or more"),
+    "no time": (["data", "tests", "--seconds", "nan"], "seconds=nan: need a time above 0"),
+    "rows to read": (["data", "tests", "--batch-rows", "0"], "batch_rows=0: need a whole number of at least 1"),
     "command": (["opz"], "there is no command 'bench opz'; did you mean bench ops?"),
     "operator": (["ops", "rmsnorm"], "there is no operator 'rmsnorm' to measure; did you mean rms_norm?"),
     "size": (["ops", "ssd", "--shape", "B2,L"], "shape=B2,L: 'L' is not a letter with a size"),

@@ -111,6 +111,7 @@ def test_every_example_runs(place: str, tmp_path: Path, monkeypatch: pytest.Monk
         "info": "run",
         "train": "",
         "launch": "",
+        "bench data": "",
     }
     if place in needed:
         assert main(["prepare", "notes", "--out", "shards", "--tokenizer", "train:300"]) == 0

@@ -73,7 +73,7 @@ DOORS: dict[str, str] = {
     "planning": "config device model ops parallel presets",
     "training": "checkpoint config data decoding device evaluation files measure model parallel planning presets progress signals xla",
     "launch": "checkpoint files parallel progress signals training",
-    "bench": "config decoding device files measure model ops parallel training",
+    "bench": "config data decoding device files measure model ops parallel training",
     "cli": "bench checkpoint config data device evaluation files info launch loaded parallel planning presets progress reporting serving signals training verify",
     "__main__": "cli signals",
     "__init__": "checkpoint config data evaluation loaded model ops reporting training",

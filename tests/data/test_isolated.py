@@ -108,7 +108,7 @@ def test_a_reader_that_crashes_is_replaced(tmp_path: Path) -> None:
 
 def test_a_reader_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(isolated, "MOST_WAITS", 10)
+    monkeypatch.setattr(isolated, "MOST_WAITS", 40)
     _soon(lambda pid: os.kill(pid, signal.SIGSTOP))
     with pytest.raises(Unreadable, match="hangs its reader"):
         list(isolated.read(_records(tmp_path, {"text": "x"}), "records.json_", None))
@@ -119,8 +119,9 @@ def test_a_reader_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
 def test_how_far_a_reader_came_does_not_count(
     number: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(isolated, "MOST_WAITS", 20)
+    if reason == "hangs":  # after five seconds; a reader on a busy machine may be slow to begin
+        monkeypatch.setattr(isolated, "WAIT_SECONDS", 0.05)
+        monkeypatch.setattr(isolated, "MOST_WAITS", 100)
     path = _many_records(tmp_path, 300_000)
     found: list[TextPart] = []
     _soon(lambda pid: os.kill(pid, number), after_bytes=2**16)

@@ -17,7 +17,19 @@ from ..progress import say
 from ..signals import STOPPED_AFTER_SAVING, Stopped
 from . import flags
 from .cluster import launch
-from .commands import bench_generate, bench_ops, bench_train, convert, evaluate, info, prepare, report, train, verify
+from .commands import (
+    bench_data,
+    bench_generate,
+    bench_ops,
+    bench_train,
+    convert,
+    evaluate,
+    info,
+    prepare,
+    report,
+    train,
+    verify,
+)
 from .generate import generate
 from .lengthen import lengthen
 from .output import print_line
@@ -26,7 +38,7 @@ from .serve import serve
 
 FUNCTIONS = (
     prepare, train, lengthen, plan, launch, evaluate, generate, serve, convert, report, info, verify, bench_ops,
-    bench_train, bench_generate,
+    bench_train, bench_generate, bench_data,
 )  # fmt: skip
 # By what a person types: one word or two.
 COMMANDS: dict[str, Callable[..., int]] = {each.__name__.replace("_", " "): each for each in FUNCTIONS}

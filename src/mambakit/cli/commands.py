@@ -589,6 +589,36 @@ def bench_generate(
     return _print_parts(parts, json)
 
 
+def bench_data(
+    shards: Annotated[Positional[Path], arg(metavar="SHARDS")],
+    /,
+    split: Literal["train", "val"] = "train",
+    sequence_length: Annotated[int, arg(help="tokens of a row")] = 2048,
+    batch_rows: Annotated[int, arg(help="rows of a batch")] = 32,
+    workers: Annotated[tuple[int, ...], arg(metavar="INT …", help="threads that read ahead")] = (0, 1, 2),
+    seconds: Annotated[float, arg(help="time for each measurement")] = 2.0,
+    json: Json = False,
+) -> int:
+    """Time how fast batches are read from a folder of shards, as training reads them.
+
+    "Of the copy" is the share of how fast the same rows are copied from the files, not unpacked. Files that were read a
+    short time ago lie in memory, and are read faster than from a disk or over a network.
+
+    For example:
+      mambakit bench data shards
+      mambakit bench data shards --batch-rows 8 --sequence-length 512 --workers 0 4 --seconds 0.2
+
+    Args:
+      shards: a folder that prepare wrote
+      workers: one number or several; 0 reads in the thread that trains; as data.workers
+    """
+    from ..bench import measure_reading
+
+    sizes: dict[str, Any] = {"sequence_length": sequence_length, "batch_rows": batch_rows}
+    parts = measure_reading(path_of(shards), split=split, workers=workers, seconds=seconds, **sizes)
+    return _print_parts(parts, json)
+
+
 def _print_parts(parts: Iterator[ReportPart], as_json: bool) -> int:
     """Each part of a report as it comes, or all of them together as JSON."""
     if as_json:
