@@ -205,7 +205,7 @@ def test_later_layers_win_and_a_run_length_replaces_the_others() -> None:
         ({"train": {"early_stop": 2, "eval_every": 0}}, "early_stop needs evaluations"),
         ({"train": 5}, "train=5: need settings"),
         ({"data": {"carry_state": "yes please"}}, "data.carry_state='yes please': need a valid boolean"),
-        ({"train": {"precision": "fp8"}}, "train.precision='fp8': need 'auto', 'fp32', 'bf16' or 'fp16'"),
+        ({"train": {"precision": "fp4"}}, "train.precision='fp4': need 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'"),
     ],
 )
 def test_what_does_not_fit_is_told(layer: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from . import xla
 from .config import ConfigError, Recompute, RunConfig
-from .ops.gpu.sizes import OLDEST_FOR_CUDA, OLDEST_FOR_TRITON
+from .ops.gpu.sizes import OLDEST_FOR_CUDA, OLDEST_FOR_FP8, OLDEST_FOR_TRITON
 from .ops.torch_version import why_old_torch
 
 Capability = tuple[int, int]  # of an NVIDIA GPU, such as (9, 0)
@@ -120,7 +120,27 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         name = fastest_precision(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "fp32"
     if name == "fp16" and device.type != "cuda":
         raise ConfigError(f"train.precision=fp16 needs a CUDA GPU, but the run is on {device.type}; use fp32 or bf16")
+    if name == "fp8":
+        _check_fp8(device)
+        return torch.bfloat16  # of all but the products in eight bits
     return DTYPES[name]
+
+
+def _check_fp8(device: torch.device) -> None:
+    """Refuse a device that has no products of eight bits. A CPU computes them in fp32, of the same rounded numbers."""
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= OLDEST_FOR_FP8:
+            return
+        why = f"{torch.cuda.get_device_name(device)} has {_dotted(capability)}"
+    elif device.type == "cpu":
+        return
+    else:
+        why = f"the run is on {device.type}"
+    raise ConfigError(
+        f"train.precision=fp8 needs an NVIDIA GPU of compute capability {_dotted(OLDEST_FOR_FP8)} or newer, and {why}; "
+        "use bf16"
+    )
 
 
 def check_device(config: RunConfig, device: torch.device) -> None:

@@ -55,7 +55,12 @@ class TrainingPlan:
     recompute: Recompute
     device: torch.device
     dtype: torch.dtype
+    in_fp8: bool = False  # in_proj and out_proj multiply in eight bits
     implementation: str = "mambakit"
+
+    @property
+    def precision(self) -> str:
+        return "fp8" if self.in_fp8 else common.dtype_name(self.dtype)
 
     @property
     def tokens(self) -> int:
@@ -65,8 +70,9 @@ class TrainingPlan:
     def with_mamba_ssm(self) -> TrainingPlan:
         """The same with mamba_ssm. Not all of its layers take documents, so its rows are one document each."""
         return replace(
-            self, implementation="mamba_ssm", documents=None, compiled=False, graphed=False, recompute="none"
-        )
+            self, implementation="mamba_ssm", documents=None, compiled=False, graphed=False, recompute="none",
+            in_fp8=False,
+        )  # fmt: skip
 
     def batches(self) -> Iterator[RandomBatch]:
         """Batches without end; each has new random tokens, and all have the same document boundaries."""
@@ -103,6 +109,8 @@ class Trainer:
             with plan.device:
                 model = self.model = MambaLM(plan.config).train()
             model.backbone.recompute = plan.recompute
+            if plan.in_fp8:
+                model.multiply_in_fp8()
             ways: dict[str, Any] = {"compiled": plan.compiled, "graphed": plan.graphed}
             self.ranks, shape = Ranks(model), (plan.rows, plan.length)
             self.run_micro_batch = make_pass(self.ranks, self.scaler, plan.dtype, shapes=[shape], **ways)
@@ -149,8 +157,9 @@ def measure_training(
     for name, config in configs.items():
         rows = batch_rows or (ROWS.get(name.rpartition("-")[2], ROWS_OF_OTHERS) if on_gpu else SMALL_ROWS)
         plan = TrainingPlan(
-            name, config, rows, length, documents, steps, warmup_steps, compiled, graphed, recomputed, place, dtype
-        )
+            name, config, rows, length, documents, steps, warmup_steps, compiled, graphed, recomputed, place, dtype,
+            in_fp8=precision == "fp8",
+        )  # fmt: skip
         plans += [plan, plan.with_mamba_ssm()] if peers and not absent else [plan]
     speeds: list[TrainingSpeed] = []
     for plan in plans:
@@ -269,7 +278,7 @@ class TrainingSpeed:
             "length": plan.length,
             "tokens_per_step": plan.tokens,
             "documents": plan.documents,
-            "precision": common.dtype_name(plan.dtype),
+            "precision": plan.precision,
             "compile": plan.compiled,
             "cuda_graph": plan.graphed,
             "recompute": plan.recompute,
@@ -311,7 +320,7 @@ class TrainingSpeed:
         }
         heading = (
             f"\n{plan.name}, {plan.implementation}: {plan.config.num_parameters():,} parameters, "
-            f"{plan.rows} x {plan.length:,} tokens, {common.dtype_name(plan.dtype)}{', compiled' * plan.compiled}"
+            f"{plan.rows} x {plan.length:,} tokens, {plan.precision}{', compiled' * plan.compiled}"
             f"{', CUDA graph' * plan.graphed}, recompute {plan.recompute}{documents}"
         )
         return "\n".join([heading, *(f"  {name:<12}{line}" for name, line in lines.items())])

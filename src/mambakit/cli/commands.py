@@ -521,7 +521,7 @@ def bench_train(
     length: Annotated[int | None, flag("tokens of a row; unless set, 2048 on a CUDA GPU, 256 elsewhere", "INT")] = None,
     steps: Annotated[int, arg(help="steps to time")] = 10,
     warmup_steps: Annotated[int, arg(help="steps before them, besides the first one of all")] = 3,
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto",
     documents: Annotated[int | None, flag("documents in each row; rows are whole unless set", "INT")] = None,
     compile: Annotated[bool, flag("torch.compile the model")] = False,
     cuda_graph: Annotated[bool, flag()] = True,
@@ -542,7 +542,7 @@ def bench_train(
     Args:
       model: models by name, one after the other; may be given again
       batch_rows: rows of a step; unless set, 32 for 130m down to 4 for 2.8b on a CUDA GPU, 2 elsewhere
-      precision: of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU
+      precision: of the computation; weights are fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU; as train.precision
       cuda_graph: do not capture the pass as a CUDA graph on a GPU; as train.cuda_graph false
       recompute: what backward computes once more rather than keep; as train.recompute
     """

@@ -235,8 +235,10 @@ class TrainConfig(Settings):
     micro_batch_rows: int | None = Field(
         None, ge=1, description="rows computed at once; by train.vram on a GPU, else as many as make 8192 tokens"
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "auto",
+        description="of the computation; weights stay fp32. auto: bf16 or fp16 on a GPU, fp32 on a CPU. fp8: bf16, but "
+        "in_proj and out_proj multiply in eight bits",
     )
     compile: bool = Field(False, description="torch.compile the model")
     cuda_graph: bool = Field(
@@ -484,6 +486,9 @@ class RunConfig(Settings):
 SECTIONS = {name: cast("type[Settings]", field.annotation) for name, field in RunConfig.model_fields.items()}
 
 
+FP8_MULTIPLE = 16  # of the sides of matrices that tensor cores multiply in eight bits
+
+
 def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
     """What does not fit together across sections, of those that are right by themselves."""
     data, optim, train, parallel = (sections.get(name) for name in ("data", "optim", "train", "parallel"))
@@ -511,6 +516,8 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
             if value is not None and value > train.steps:
                 yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
     lora = sections.get("lora")
+    if train and train.precision == "fp8":
+        yield from _problems_with_fp8(sections)
     if lora and optim and lora.is_on:
         for name, value in (("name", optim.name), ("state", optim.state), ("ema", optim.ema)):
             if value not in ("adamw", "fp32", None):
@@ -522,4 +529,25 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
                 yield (
                     f"parallel.{name}={value} cannot be combined with lora.rank={lora.rank}: adapters are trained by "
                     "one rank, or by data-parallel ranks that share nothing (parallel.shard=none); remove it"
+                )
+
+
+def _problems_with_fp8(sections: Mapping[str, Any]) -> Iterator[str]:
+    model, parallel, lora = (sections.get(name) for name in ("model", "parallel", "lora"))
+    if parallel and parallel.tp > 1:
+        yield f"train.precision=fp8 cannot be combined with parallel.tp={parallel.tp}; use bf16, or tp=1"
+    if lora and lora.is_on:
+        yield f"train.precision=fp8 cannot be combined with lora.rank={lora.rank}; use bf16"
+    if model:
+        dims = model.dims
+        sides = {
+            "d_model": dims.d_model,
+            "inner channels": dims.d_inner,
+            "outputs of in_proj": sum(dims.segments.values()),
+        }
+        for name, size in sides.items():
+            if size % FP8_MULTIPLE:
+                yield (
+                    f"train.precision=fp8 needs sides of matrices that are multiples of {FP8_MULTIPLE}, and the model "
+                    f"has {size} {name}; use bf16, or another model"
                 )

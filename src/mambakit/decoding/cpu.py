@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..model import MambaLM, State
 from ..model.int8 import Int8Linear
-from ..model.layers import DtProjection
+from ..model.layers import DtProjection, Fp8Linear
 from ..model.mamba1 import Mamba1
 from ..model.mamba2 import Mamba2
 from ..ops.cpu.decode import TokenKernel
@@ -29,7 +29,7 @@ def why_not(model: MambaLM) -> str | None:
     for block in model.blocks():
         linear = [block.mixer.in_proj, block.mixer.out_proj]
         small = [block.mixer.x_proj, block.mixer.dt_proj] if isinstance(block.mixer, Mamba1) else []
-        if any(type(layer) not in (nn.Linear, Int8Linear, DtProjection) for layer in (*linear, *small)):
+        if any(type(layer) not in (nn.Linear, Fp8Linear, Int8Linear, DtProjection) for layer in (*linear, *small)):
             return "its layers have adapters"
         if type(block.mixer) not in (Mamba1, Mamba2) or len({layer.weight.dtype for layer in linear}) > 1:
             return "its layers are of another kind"

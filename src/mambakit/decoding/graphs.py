@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..model import MambaLM, State
 from ..model.int8 import Int8Embedding, Int8Linear
-from ..model.layers import DtProjection, Embedding
+from ..model.layers import DtProjection, Embedding, Fp8Linear
 from ..model.mamba1 import Mamba1
 from ..model.mamba2 import Mamba2
 from ..ops.gpu import why_no_triton
@@ -59,7 +59,7 @@ def why_no_kernels(model: MambaLM) -> str | None:
             return "its layers are of another kind"
         linear += [block.mixer.in_proj, block.mixer.out_proj]
         linear += [block.mixer.x_proj, block.mixer.dt_proj] if isinstance(block.mixer, Mamba1) else []
-    if any(type(layer) not in (nn.Linear, Int8Linear, DtProjection) for layer in linear):
+    if any(type(layer) not in (nn.Linear, Fp8Linear, Int8Linear, DtProjection) for layer in linear):
         return "its layers have adapters"
     if any(layer.weight.dtype not in (*DTYPES, torch.int8) for layer in linear) or _dtype(model) not in DTYPES:
         return "its weights are neither fp32 nor bf16"

@@ -69,6 +69,15 @@ class Mixer(KeepsFp32):
         return {name: self.A_log.new_zeros(batch_size, *shape, dtype=dtypes[name]) for name, shape in shapes.items()}
 
 
+class Fp8Linear(nn.Linear):
+    """nn.Linear, which multiplies in eight bits in training. Evaluation and decoding compute what others will."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return ops.fp8_linear(input, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
+
+
 class DtProjection(KeepsFp32, nn.Linear):
     """The projection to dt. Its bias is not added here: the scan adds it in fp32."""
 

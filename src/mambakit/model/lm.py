@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..config import ModelConfig, Recompute
-from .layers import Embedding, KeepsFp32, NormWeight, init_linear_
+from .layers import Embedding, Fp8Linear, KeepsFp32, NormWeight, init_linear_
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .recompute import Recipes, Sums, keep, value_of
@@ -183,6 +183,11 @@ class MambaLM(nn.Module):
         nn.Module._apply(self, fn, recurse)
         self.tie_weights()  # to_empty makes a tensor of its own for each name
         return self
+
+    def multiply_in_fp8(self) -> None:
+        """Have in_proj and out_proj, which are most of a model's arithmetic, multiply in eight bits in training."""
+        for block in self.blocks():
+            block.mixer.in_proj.__class__ = block.mixer.out_proj.__class__ = Fp8Linear
 
     def names_kept_in_fp32(self) -> list[str]:
         """Parameters that are fp32 whatever the model's dtype: A_log, D and dt bias."""

@@ -10,6 +10,7 @@ from .conv_ssd_norm import conv_ssd_norm
 from .cross_entropy import linear_cross_entropy
 from .dispatch import backend
 from .embedding import embedding
+from .fp8_linear import fp8_linear
 from .norm import normalized, rms_norm
 from .selective_scan import selective_scan, selective_scan_split, selective_scan_step
 from .ssd import ssd, ssd_step
@@ -21,6 +22,7 @@ __all__ = [
     "causal_conv1d_step",
     "conv_ssd_norm",
     "embedding",
+    "fp8_linear",
     "linear_cross_entropy",
     "normalized",
     "rms_norm",

@@ -27,9 +27,9 @@ from .settings import ApiError
 
 # Tokens of prompts that are read between two steps of the rows. Texts are cut at multiples of it, however busy it is.
 PIECE = {"cpu": 512, "cuda": 4096}
-# Between two wakes of whoever reads an answer: below what a person notices. Handling each token of many fast rows by
-# itself would take longer than choosing it.
-WAKE_SECONDS = 0.02
+# Between two wakes of whoever reads an answer. Handling each token of many fast rows by itself would take longer than
+# choosing it: with more rows, each is woken less often, but so that a text still seems to flow.
+WAKE_SECONDS, WAKE_SECONDS_PER_ROW, MOST_WAKE_SECONDS = 0.02, 0.001, 0.1
 Finish = Literal["stop", "length"]
 
 
@@ -271,6 +271,7 @@ class Engine:
         now = time.monotonic()
         ended: list[int] = []
         num_new = 0
+        rest = min(max(WAKE_SECONDS, WAKE_SECONDS_PER_ROW * len(batch.rows)), MOST_WAKE_SECONDS)
         for row, token in chosen.items():
             answer = batch.rows[row]
             if answer.is_cancelled or answer.is_enough:
@@ -289,7 +290,7 @@ class Engine:
                 ended.append(row)
                 self._keep(batch, row)
                 self._end(answer, finish="length")
-            elif answer.wakes_each and now - answer.last_woken >= WAKE_SECONDS:
+            elif answer.wakes_each and now - answer.last_woken >= rest:
                 answer.last_woken = now
                 self._woken.append(answer.wake)
         for row, answer in batch.rows.items():

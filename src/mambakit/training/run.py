@@ -299,6 +299,8 @@ def build(start: Start, config: RunConfig, device: torch.device, mesh: Mesh) -> 
         model = MambaLM(config.model)
     if config.lora.is_on:
         lora.add_adapters(model, config.lora)
+    if config.train.precision == "fp8":
+        model.multiply_in_fp8()
     ranks = parallelize(model, mesh, config.parallel, choose_dtype(config.train.precision, device))
     ranks.load(first_weights(start, config, model), device)
     model.train()

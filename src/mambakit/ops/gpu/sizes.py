@@ -2,6 +2,7 @@
 
 # Compute capabilities from which kernels run: all of them, and those in CUDA C++.
 OLDEST_FOR_TRITON, OLDEST_FOR_CUDA = (8, 0), (7, 5)
+OLDEST_FOR_FP8 = (8, 9)  # for products of eight bits
 # Of the cross entropy. Enough rows at a time for matrix products at full speed; half a gigabyte in bf16.
 LOGITS_AT_ONCE = 2**28
 # Forward of the selective scan keeps one state of so many steps, where shared memory is large, and elsewhere.

@@ -1,0 +1,182 @@
+"""A linear layer whose products are of numbers of eight bits, for training.
+
+    y = q(x) q(W)^T + b        dx = q(dy) q(W^T)^T        dW = q(dy^T) q(x^T)^T        db = sum of dy
+
+q rounds a matrix to e4m3 (three bits of mantissa, at most 448), each row divided by a scale of its own: the largest of
+the row / 448. So both factors of a product have one scale for all that is summed over. Sums are fp32.
+
+Sizes: x (..., K), W (N, K), b (N), y (..., N) in x's dtype; K and N are multiples of 16. Backward keeps x and W as they
+are, and rounds them anew, by columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import dispatch
+from .checks import Sizes, batch_letters, without_autocast
+from .gpu.sizes import OLDEST_FOR_FP8
+from .operators import gradients
+
+LARGEST = 448.0  # of e4m3
+LEAST_PEAK = 1e-30  # below it, a row counts as zeros: 448 / peak stays a number
+MULTIPLE = 16  # of the sides of a matrix, for tensor cores
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Rounded(NamedTuple):
+    """A matrix in eight bits: the values are those of `bits` (R, K) times the `scale` (R) of their row."""
+
+    bits: Tensor
+    scale: Tensor
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b with products in eight bits. Under autocast, x and y have its dtype."""
+    letters = batch_letters("fp8_linear", "x", x)
+    sizes = Sizes("fp8_linear")("x", x, f"{letters} K")("weight", weight, "N K")("bias", bias, "N")
+    for letter in "NK":
+        if sizes[letter] % MULTIPLE:
+            raise ValueError(f"fp8_linear: weight has {letter}={sizes[letter]}; need a multiple of {MULTIPLE}")
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    y: Tensor = dispatch.call("fp8_linear", x, weight, bias)
+    return y
+
+
+def rounded_rows(matrix: Tensor) -> Rounded:
+    """q of a matrix (R, K)."""
+    wide = matrix.float()
+    peak = wide.abs().amax(1).clamp(min=LEAST_PEAK)
+    return Rounded((wide * (peak.new_full((), LARGEST) / peak)[:, None]).to(torch.float8_e4m3fn), peak / LARGEST)
+
+
+def rounded_columns(matrix: Tensor) -> Rounded:
+    """q of the transpose of a matrix (R, K)."""
+    return rounded_rows(matrix.t())
+
+
+def product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
+    """a b^T."""
+    with without_autocast(a.bits):
+        return (F.linear(a.bits.float(), b.bits.float()) * a.scale[:, None] * b.scale).to(dtype)
+
+
+class Ways(NamedTuple):
+    """How a device rounds and multiplies."""
+
+    rows: Callable[[Tensor], Rounded] = rounded_rows
+    columns: Callable[[Tensor], Rounded] = rounded_columns
+    product: Callable[[Rounded, Rounded, torch.dtype], Tensor] = product
+
+
+PLAIN = Ways()
+
+
+def _ways(tensor: Tensor) -> Ways:
+    if tensor.device.type != "cuda":
+        return PLAIN
+    from .gpu import fp8_linear as kernels
+
+    return kernels.WAYS
+
+
+def forward(inputs: Inputs, ways: Ways) -> Tensor:
+    x, weight, bias = inputs
+    y = ways.product(ways.rows(x.flatten(0, -2)), ways.rows(weight), x.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def backward(inputs: Inputs, dy: Tensor, ways: Ways) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight and bias, in x's dtype."""
+    x, weight, bias = inputs
+    flat = dy.flatten(0, -2)
+    dx = ways.product(ways.rows(flat), ways.columns(weight), x.dtype).view(x.shape)
+    dweight = ways.product(ways.columns(flat), ways.columns(x.flatten(0, -2)), x.dtype)
+    return dx, dweight, flat.float().sum(0) if bias is not None else None
+
+
+@torch.library.custom_op("mambakit::fp8_linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return forward(Inputs(x, weight, bias), _ways(x))
+
+
+@_linear.register_fake
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("mambakit::fp8_linear_backward", mutates_args=())
+def _linear_backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    """Gradients of x, weight and, where there is one, bias, each in its own dtype."""
+    inputs = Inputs(x, weight, bias)
+    found = gradients(backward(inputs, dy, _ways(x)), inputs)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@_linear_backward.register_fake
+def _linear_backward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in (x, weight, bias) if each is not None]
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    found = _linear_backward(x, weight, bias, dy)
+    return *found, *([None] * (3 - len(found)))
+
+
+_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+class _InTorch(torch.autograd.Function):
+    """Rounding has no derivative: the gradients are those of the formula above."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return forward(Inputs(*inputs), PLAIN)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        return tuple(gradients(backward(Inputs(*inputs), dy, PLAIN), inputs))
+
+
+def _in_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = _InTorch.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _in_kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = _linear(x, weight, bias)
+    return y
+
+
+def _why_not_triton(x: Tensor, *_: object) -> str | None:
+    """Why its products do not run on this GPU; None where they do."""
+    if torch.cuda.get_device_capability(x.device) < OLDEST_FOR_FP8:
+        return f"products of eight bits need compute capability {'.'.join(map(str, OLDEST_FOR_FP8))}"
+    return f"its products are for bf16, and x is {x.dtype}" if x.dtype != torch.bfloat16 else None
+
+
+dispatch.TABLE["fp8_linear"] = {
+    "triton": dispatch.Row(_in_kernels, _why_not_triton),
+    "cpu": dispatch.Row(_in_kernels),
+    **dict.fromkeys(("torch", "reference"), dispatch.Row(_in_torch)),
+}
