@@ -29,7 +29,7 @@ from mambakit.parallel import Mesh
 from mambakit.training import loop
 from mambakit.training.passes import PlainPass
 from mambakit.training.run import train, training_steps
-from mambakit.training.sizing import Cost, cost, default_settings
+from mambakit.training.sizing import Cost, cost, with_defaults
 from mambakit.verify import verify
 
 
@@ -52,7 +52,7 @@ def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
     tokens: int, device: torch.device, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = resolve(default_settings([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
+    config = resolve(*with_defaults([{"data": {"path": "x"}}], index_of(tokens, shards), device), vocab_size=8192)
     flops = {"cpu": 1e11, "cuda": 2e14}[device.type]
     assert config.train.steps is not None
     rows = tokens // config.data.sequence_length
@@ -65,7 +65,7 @@ def test_a_run_that_nothing_is_said_about_is_neither_of_days_nor_by_heart(
 
 def test_more_data_makes_a_larger_model_on_a_gpu(shards: Path) -> None:
     sizes = [
-        resolve(default_settings([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
+        resolve(*with_defaults([], index_of(tokens, shards), GPU), vocab_size=8192).model.num_parameters()
         for tokens in (10**5, 10**8, 10**9)
     ]
     assert sizes == sorted(set(sizes))
@@ -77,11 +77,26 @@ def test_what_is_said_stays(shards: Path) -> None:
         "optim": {"lr": 1e-9, "min_lr": 0.0},
         "train": {"steps": 7},
     }
-    assert default_settings([said], index_of(10**6, shards), CPU) == {}
+    assert with_defaults([said], index_of(10**6, shards), CPU) == [{}, said]
     recipe = {"recipe": "paper-130m", "model": "mamba-130m"}
-    assert default_settings([recipe], index_of(10**6, shards), CPU) == {}
+    assert with_defaults([recipe], index_of(10**6, shards), CPU) == [{}, recipe]
     without_length = {**said, "train": {}}
-    assert set(default_settings([without_length], index_of(10**6, shards), CPU)) == {"train"}
+    assert [set(layer) for layer in with_defaults([without_length], index_of(10**6, shards), CPU)] == [
+        set(), {"model", "optim", "train"}, {"train"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", ["steps", "tokens", "epochs"])
+def test_a_length_of_null_is_chosen(shards: Path, length: str) -> None:
+    layers = [{"model": {"preset": "tiny"}, "train": {length: None}}]
+    config = resolve(*with_defaults(layers, index_of(10**6, shards), CPU), vocab_size=8192)
+    assert config.train.steps and config.train.tokens is None and config.train.epochs is None
+
+
+def test_a_resumed_run_needs_a_length(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"no setting says how long the run is; give train\.steps, train\.tokens or"):
+        train({"train": {"steps": None}}, out=run, resume=True)
 
 
 def test_costs_of_days_and_of_many_epochs_are_warned_of() -> None:

@@ -42,7 +42,7 @@ from .profiling import profiled
 from .recorder import Recorder
 from .rollback import restore
 from .saver import Saver, check_background
-from .sizing import check_memory, default_settings
+from .sizing import check_memory, with_defaults
 from .start import Resume, Start, check_folder, resume_command
 from .stopping import STOPPED_AFTER_SAVING, Stopper, StopRequested
 from .summary import introduce, sum_up, warn_of_jump
@@ -174,8 +174,7 @@ def resolved(layers: Layers, init_from: str | Path | None = None) -> RunConfig:
         return config
     index = read_index(folder)
     device, is_tuning = choose_device(config.parallel.device), start.init_from is not None
-    defaults = default_settings(layers, index, device, is_tuning=is_tuning)
-    return resolve(defaults, *layers, vocab_size=index.vocab_size)
+    return resolve(*with_defaults(layers, index, device, is_tuning=is_tuning), vocab_size=index.vocab_size)
 
 
 @contextlib.contextmanager
@@ -282,8 +281,8 @@ def _resolve_with_data(start: Start, given: Layers, *, has_batches: bool) -> tup
     if shards:
         index = read_index(shards)
         if start.is_new:
-            defaults = default_settings(layers, index, device, is_tuning=start.init_from is not None)
-            layers = [defaults, *layers, {"data": {"tokenizer": index.tokenizer}}]
+            layers = with_defaults(layers, index, device, is_tuning=start.init_from is not None)
+            layers = [*layers, {"data": {"tokenizer": index.tokenizer}}]
         # Where the shards are, so that a resumed run finds them although the text has changed since.
         layers = [*layers, {"data": {"path": [str(shards.absolute())]}}]
         config = resolve(*layers, vocab_size=index.vocab_size)
@@ -511,6 +510,8 @@ def _total_steps(config: RunConfig, loader: Loader | None, progress: Progress) -
     """Steps of the whole run: those done, and those left with the present batch size."""
     if config.train.steps is not None:
         return config.train.steps
+    if loader is not None and not config.train.has_length:
+        raise ConfigError("no setting says how long the run is; give train.steps, train.tokens or train.epochs")
     if loader is None:
         raise ConfigError("the length of batches of your own is not known; set train.steps")
     if config.train.tokens is not None:

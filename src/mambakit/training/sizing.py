@@ -48,11 +48,11 @@ PROCESS_BYTES = 0.65e9  # with torch, and its workspace
 LONG_SECONDS = 86400.0
 
 
-def default_settings(
+def with_defaults(
     layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device, *, is_tuning: bool = False
-) -> dict[str, Any]:
-    """Settings for what no layer gives: the model, the length of the run, how a short one is trained, and, with
-    `is_tuning`, a learning rate for weights that were trained before."""
+) -> list[Mapping[str, Any]]:
+    """The layers, with settings for what none of them gives: the model, the length of the run, how a short one is trained,
+    and, with `is_tuning`, a learning rate for weights that were trained before."""
     found: dict[str, Any] = {}
     if not _gives(layers, "model"):
         found["model"] = _model_size(layers, index, device)
@@ -63,13 +63,13 @@ def default_settings(
     if is_tuning and not has_recipe and not _gives(layers, "optim"):
         tuning = found["optim"] = TUNING_ADAPTERS if config.lora.is_on else TUNING
     if config.train.has_length:
-        return found
+        return [found, *layers]
     tokens = _tokens(config, index.counts["train"].tokens, device)
     if not says_how and tokens < SHORT_RUN_STEPS * config.train.batch_tokens:
         found |= _short(config) | ({"optim": tuning} if tuning else {})
         config = resolve(found, *layers, vocab_size=index.vocab_size)
     steps = max(1, config.growth.steps_between(0, tokens // config.train.batch_tokens * config.batch_rows))
-    return {**found, "train": {**found.get("train", {}), "steps": steps}}
+    return [found, *layers, {"train": {"steps": steps}}]  # last, since a layer may say steps: null
 
 
 def _gives(layers: Sequence[Mapping[str, Any]], section: str, name: str | None = None) -> bool:
