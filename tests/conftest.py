@@ -38,10 +38,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocated(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+            with torch.no_grad():
+                return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 
         return allocated
 
+    with torch.device("cpu"):  # torch collects what makes tensors when this is used first, and must find its own
+        torch.empty(0)
     for home, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(home, name, filled(getattr(home, name)))
     yield

@@ -51,8 +51,8 @@ LONG_SECONDS = 86400.0
 def with_defaults(
     layers: Sequence[Mapping[str, Any]], index: Index, device: torch.device, *, is_tuning: bool = False
 ) -> list[Mapping[str, Any]]:
-    """The layers, with settings for what none of them gives: the model, the length of the run, how a short one is trained,
-    and, with `is_tuning`, a learning rate for weights that were trained before."""
+    """The layers, with settings for what none of them gives: the model, the length of the run, how a short one is
+    trained, and, with `is_tuning`, a learning rate for weights that were trained before."""
     found: dict[str, Any] = {}
     if not _gives(layers, "model"):
         found["model"] = _model_size(layers, index, device)
