@@ -20,7 +20,6 @@ from torch import Tensor
 
 from . import dispatch
 from .checks import Sizes, batch_letters, without_autocast
-from .gpu.sizes import OLDEST_FOR_FP8
 from .operators import gradients
 
 LARGEST = 448.0  # of e4m3
@@ -170,6 +169,8 @@ def _in_kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _why_not_triton(x: Tensor, *_: object) -> str | None:
     """Why its products do not run on this GPU; None where they do."""
+    from .gpu.sizes import OLDEST_FOR_FP8
+
     if torch.cuda.get_device_capability(x.device) < OLDEST_FOR_FP8:
         return f"products of eight bits need compute capability {'.'.join(map(str, OLDEST_FOR_FP8))}"
     return f"its products are for bf16, and x is {x.dtype}" if x.dtype != torch.bfloat16 else None
