@@ -506,6 +506,8 @@ def test_reading_is_measured_by_what_the_loader_gives(shards: Path, capsys: pyte
         assert sum(seconds) > 0.1
         assert math.isclose(one["tokens_per_second"], len(seconds) * 4 * 16 / sum(seconds))
         assert math.isclose(one["fraction_of_copy"], one["tokens_per_second"] / report["copy_tokens_per_second"])
+    assert main(["bench", "data", str(shards), "--batch-rows", "100000"]) == 2
+    assert "less than a batch of 100000 x 2,048; lower --batch-rows" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         naps = slow_down(patch, Loader, "read")
         [one] = run(capsys, "data", str(shards), *words[:4], "--workers", "0", "--seconds", "0.2")["results"]
@@ -515,6 +517,10 @@ def test_reading_is_measured_by_what_the_loader_gives(shards: Path, capsys: pyte
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
+    "sides for eight bits": (
+        ["train", "--model", "mamba2-1.3b,mamba2-130m", "--precision", "fp8", "--device", "cpu"],
+        "--precision fp8 needs sides of matrices that are multiples of 16, and mamba2-130m has 3352 outputs of in_proj",
+    ),
     "no model to decode": (["generate"], "there is no model to measure; name one, such as tiny or mamba-130m"),
     "rows to decode": (["generate", "--model", "tiny", "--batch-size", "1", "0"], "batch_size=0: need a whole number"),
     "tokens to decode": (["generate", "--model", "tiny", "--new-tokens", "0"], "new_tokens=0: need a whole number"),

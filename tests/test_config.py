@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mambakit import ConfigError, MambaLM, ModelConfig
-from mambakit.config import read_config, read_yaml, resolve, write_yaml
+from mambakit.config import ParallelConfig, read_config, read_yaml, resolve, write_yaml
 from mambakit.presets import MODELS
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
@@ -258,3 +258,14 @@ def test_a_setting_that_is_there_twice_is_told(name: str, text: str, twice: str,
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"cannot be read: {twice} is there twice"):
         read_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "mps", "xla", "npu", "xpu", "a-new-chip"])
+def test_any_kind_of_device_may_be_named(name: str) -> None:
+    assert ParallelConfig(device=name).device == name
+
+
+@pytest.mark.parametrize(("name", "hint"), [("cdua", "cuda"), ("gpu", "cuda"), ("cuda:0", "cuda"), ("", "one of auto")])
+def test_a_mistyped_device_is_told_with_all_other_problems(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"device={name} is no device that is known; .*{hint}"):
+        ParallelConfig(device=name)

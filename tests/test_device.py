@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mambakit.config import ConfigError
 from mambakit.device import (
@@ -59,6 +60,12 @@ def test_a_person_is_told_what_runs_on_an_old_gpu() -> None:
         said = what_runs("Tesla V100", capability)
         assert said is not None and said.startswith("Tesla V100 has compute capability ") and words in said
     assert what_runs("NVIDIA A100", (8, 0)) is None and note_of(choose_device("cpu")) is None
+
+
+def test_a_person_is_told_that_no_kernel_runs_on_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    told = note_of(torch.device("cuda", 0))
+    assert told is not None and "AMD" in told and "more memory than is planned" in told
 
 
 def test_the_precision_is_the_fastest_of_the_gpu() -> None:

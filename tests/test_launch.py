@@ -103,3 +103,13 @@ def test_on_an_old_torch_one_process_is_no_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="ranks need torch 2.11, and this is 2.9.1"):
         World.join()
+
+
+def test_a_job_is_not_written_for_devices_that_ranks_do_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("model: {preset: tiny}\ntrain: {steps: 2}\n")
+    words = ["launch", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "run"), "--gpus-per-node", "2"]
+    assert main([*words, "--parallel.device", "xla"]) == 2
+    assert "parallel.device=xla: ranks of a job compute on cuda or cpu" in capsys.readouterr().err
+    assert not (tmp_path / "run.sbatch.sh").exists()

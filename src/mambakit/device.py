@@ -96,10 +96,13 @@ def what_runs(gpu: str, capability: Capability) -> str | None:
 
 def note_of(device: torch.device) -> str | None:
     """What is slower on a device than it could be, in a sentence; None where all kernels run."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
         return None
-    if why := why_old_torch("GPU kernels"):
-        return f"{why}: all operators are plain torch, which is slow"
+    why = why_old_torch("GPU kernels")
+    if torch.version.hip is not None:
+        why = "no kernel of mambakit runs on AMD GPUs"
+    if why is not None:
+        return f"{why}: all operators are plain torch, which is slow, and takes more memory than is planned"
     return what_runs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
@@ -173,6 +176,11 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
+
+
+def without_gradients(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Nothing is kept for a backward pass. XLA knows no tensors of inference mode."""
+    return torch.no_grad() if device.type == "xla" else torch.inference_mode()
 
 
 def keep_freed_memory() -> None:

@@ -52,10 +52,10 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
     elif device.type == "xla":
         xla.wait()
+    elif device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def time_once(function: Callable[[], object], device: torch.device) -> float:
@@ -97,7 +97,7 @@ class Numbers:
         if device.type == "xla":  # a copy would wait: it is made when they are read; the moment is one step early
             xla.start(device)
         else:
-            self._values = self._values.to("cpu", non_blocking=True)
+            self._values = self._values.to("cpu", non_blocking=device.type == "cuda")
         self.arrival = Moment(device, waits=device.type != "xla")
 
     def read(self) -> list[float]:

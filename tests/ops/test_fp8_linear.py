@@ -159,3 +159,14 @@ def test_a_gpu_computes_what_the_cpu_does(shape: tuple[int, int, int]) -> None:
         found.append([y.detach(), *(each.grad for each in values)])
     for one, other in zip(*found, strict=True):
         assert relative(one.cpu(), other) < 4e-3  # the rounding of bf16
+
+
+def test_one_row_and_tensors_without_values_are_taken_and_no_row_is_not() -> None:
+    x, weight, bias = inputs(3, 32)
+    whole = ops.fp8_linear(x, weight, bias)
+    assert torch.equal(ops.fp8_linear(x[1], weight, bias), whole[1])
+    ops.fp8_linear(x[1], weight).sum().backward()
+    assert x.grad is not None and x.grad[1].any() and not x.grad[0].any()
+    assert ops.fp8_linear(torch.empty(2, 5, 32, device="meta"), weight.to("meta")).shape == (2, 5, 48)
+    with pytest.raises(ValueError, match=r"x has shape \(0, 32\); need at least one row"):
+        ops.fp8_linear(x[:0], weight)

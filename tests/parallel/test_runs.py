@@ -452,18 +452,20 @@ def test_batches_of_ones_own_on_ranks_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("trouble", "message"),
+    ("trouble", "layout", "message"),
     [
-        ("fails", "ValueError: the sixth batch cannot be read"),
-        ("ends", "the batches ended at step 5 of 9; the run is saved"),
-        ("differs", "batch 6 differs between ranks"),
-        ("odd", "batch 6 has 3 rows, and 2 ranks share them"),
+        ("fails", {}, "ValueError: the sixth batch cannot be read"),
+        ("ends", {}, "the batches ended at step 5 of 9; the run is saved"),
+        ("differs", {}, "batch 6 differs between ranks"),
+        ("odd", {}, "batch 6 has 3 rows, and 2 ranks share them"),
+        ("short", {"cp": 2}, "batch 6 has 4 tokens a row, and 2 ranks share them; need 8 or more"),
     ],
+    ids=str,
 )
 def test_batches_of_ones_own_that_break_on_ranks_lose_no_step(
-    trouble: str, message: str, own_alone: Path, tmp_path: Path
+    trouble: str, layout: dict[str, Any], message: str, own_alone: Path, tmp_path: Path
 ) -> None:
-    status, told = own_batches(2, tmp_path / "run", trouble)
+    status, told = own_batches(2, tmp_path / "run", trouble, **layout)
     assert status and told.count(message) == 1, told
     assert native.step_of(native.checkpoints(tmp_path / "run")[0]) == 5
     if trouble == "fails":

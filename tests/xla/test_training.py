@@ -183,7 +183,7 @@ from mambakit.parallel.spmd import Devices
 from mambakit.training.optim import make_optimizer, update
 
 device = xla.open_device()
-config = ModelConfig(kind="mamba2", d_model=32, num_layers=1, vocab_size=64, head_dim=16)
+config = ModelConfig(kind="mamba2", d_model=32, num_layers=1, vocab_size=64, head_dim=16, tie_embeddings=False)
 ranks = Ranks(MambaLM(config), Mesh(xla=Devices(2, 2, shards_state=True)))
 ranks.load(dict(ranks.model.state_dict()), device)
 optimizer = make_optimizer(ranks.parameters, OptimConfig(), device, config)
@@ -206,8 +206,10 @@ def test_parameters_and_state_lie_on_their_devices() -> None:
     environment = _environment(4)
     done = subprocess.run([sys.executable, "-c", PLACES], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = {line.split()[0].split(".", 1)[1]: line.split()[1:] for line in done.stdout.splitlines() if "." in line}
+    told = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if "." in line}
+    found = {name.removeprefix("backbone."): places for name, places in told.items()}
     assert found["embedding.weight"] == ["{devices=[2,1,2", "{devices=[4,1"]  # by tp; its state by tp and data
+    assert told["lm_head.weight"] == found["embedding.weight"]
     assert found["layers.0.mixer.in_proj.weight"][0] == "{devices=[2,1,2"
     assert found["layers.0.mixer.out_proj.weight"] == ["{devices=[1,2,2", "{devices=[2,2"]
     assert found["layers.0.mixer.A_log"] == ["{devices=[2,2", "{devices=[4"]

@@ -24,12 +24,27 @@ class Case:
     num_outputs: int = 1
 
 
+class Randoms:
+    """Random tensors on a device, the same ones in every run. XLA and others have no generator: drawn on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        there = device if device.type in ("cpu", "cuda", "mps") else torch.device("cpu")
+        self._generator = torch.Generator(there).manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._generator.device, generator=self._generator).to(self.device)
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, device=self._generator.device, generator=self._generator).to(self.device)
+
+
 class RandomInputs:
     """Makes random tensors as in a training step: activations in its dtype, parameters and residual in fp32."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, documents: int | None) -> None:
         self.shape, self.dtype, self.device, self.documents = shape, dtype, device, documents
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._randoms = Randoms(device)
         self.doc_ids = None
         if documents is not None:
             self.doc_ids = random_documents(shape["B"], shape["L"], documents).to(device)
@@ -52,7 +67,7 @@ class RandomInputs:
         return torch.full(shape, math.log(math.expm1(0.01)), device=self.device, requires_grad=True)
 
     def integers(self, below: int, *shape: int) -> Tensor:
-        return torch.randint(below, shape, device=self.device, generator=self._generator)
+        return self._randoms.integers(below, *shape)
 
     def with_documents(self, *inputs: Tensor) -> Tensors:
         """The inputs, and document ids where there are any."""
@@ -60,10 +75,10 @@ class RandomInputs:
 
     def gradient(self, output: Tensor) -> Tensor:
         """A random gradient of an output, with the same memory layout."""
-        return torch.empty_like(output).normal_(generator=self._generator)
+        return torch.empty_like(output).copy_(self._randoms.normal(*output.shape))
 
     def _random(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, device=self.device, generator=self._generator)
+        return self._randoms.normal(*shape)
 
 
 def random_documents(rows: int, length: int, documents: int) -> Tensor:

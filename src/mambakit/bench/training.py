@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigError, ModelConfig, OptimConfig, Recompute
+from ..config import ConfigError, ModelConfig, OptimConfig, Recompute, problems_with_fp8
 from ..device import choose_device, choose_recompute, keep_freed_memory
 from ..files import UserError
 from ..measure import Moment, Numbers, Timing, peak_memory, process_seconds, release_memory
@@ -22,7 +22,7 @@ from ..parallel import Ranks
 from ..training.optim import make_optimizer, update
 from ..training.passes import Pass, PlainPass, make_pass
 from . import common
-from .cases import random_documents
+from .cases import Randoms, random_documents
 from .common import Ceilings, ReportPart
 from .peers import absent_peers, loss_sum, mamba_ssm_model
 
@@ -76,16 +76,15 @@ class TrainingPlan:
 
     def batches(self) -> Iterator[RandomBatch]:
         """Batches without end; each has new random tokens, and all have the same document boundaries."""
-        generator = torch.Generator(self.device).manual_seed(0)
+        randoms = Randoms(self.device)
         doc_ids, mask = None, torch.ones(self.rows, self.length, dtype=torch.bool)
         if self.documents is not None:
             doc_ids = random_documents(self.rows, self.length, self.documents)
             mask[:, :-1] = doc_ids[:, 1:] == doc_ids[:, :-1]
             doc_ids = doc_ids.to(self.device)
         num_targets, mask = float(mask.sum()), mask.to(self.device)
-        shape = (self.rows, self.length + 1)
         while True:
-            text = torch.randint(self.config.vocab_size, shape, device=self.device, generator=generator)
+            text = randoms.integers(self.config.vocab_size, self.rows, self.length + 1)
             counted = torch.full((), num_targets, dtype=torch.float32, device=self.device)
             yield text[:, :-1].contiguous(), text[:, 1:].contiguous(), doc_ids, mask, counted
 
@@ -149,6 +148,10 @@ def measure_training(
     _check_counts(batch_rows=batch_rows, length=length, steps=steps)
     _check_counts(least=0, warmup_steps=warmup_steps)
     common.check_documents(documents, length)
+    if precision == "fp8":
+        found = [problems_with_fp8(config, "--precision fp8", name) for name, config in configs.items()]
+        if problems := list(itertools.chain.from_iterable(found)):
+            raise ConfigError("\n".join(problems))
     keep_freed_memory()
     yield common.environment_part(place)
     absent = absent_peers(["mamba_ssm"] if peers else [], place)

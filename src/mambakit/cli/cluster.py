@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from ..config import read_config
+from ..config import ConfigError, read_config
 from ..files import UserError, path_of
 from ..progress import say
 from . import flags
@@ -54,6 +54,8 @@ def launch(
 
     path = path_of(config)
     resolved_config = resolved([read_config(path), flags.typed_settings(settings)])
+    if (device := resolved_config.parallel.device) not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"parallel.device={device}: ranks of a job compute on cuda or cpu; leave it out")
     folder = path_of(out) if out is not None else Path("runs") / path.stem
     here = os.getcwd()
     job = Job(
@@ -61,7 +63,7 @@ def launch(
         [os.path.abspath(path), *_words(settings)],
         nodes=nodes,
         ranks_per_node=gpus_per_node,
-        has_gpus=resolved_config.parallel.device != "cpu",
+        has_gpus=device != "cpu",
         container=container,
         mounts=[f"{here}:{here}", *flags.flat(mount)] if container else flags.flat(mount),
         network=network,

@@ -17,6 +17,7 @@ from .sections import (
     Recompute,
     RunConfig,
     TrainConfig,
+    problems_with_fp8,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RunConfig",
     "Settings",
     "TrainConfig",
+    "problems_with_fp8",
     "read_config",
     "read_run_config",
     "read_yaml",

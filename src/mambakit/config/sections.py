@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import os
@@ -390,6 +391,10 @@ class GuardConfig(Settings):
     )
 
 
+DEVICES = ("auto", "cpu", "cuda", "mps", "xla")
+OTHER_DEVICES = ("xpu", "npu", "hpu", "mlu", "musa", "neuron", "mtia", "maia", "privateuseone", "meta")
+
+
 class ParallelConfig(Settings):
     """Where the run computes."""
 
@@ -419,6 +424,15 @@ class ParallelConfig(Settings):
         description="full, hybrid: sum gradients over ranks after the last micro-batch of a step, or after every one, "
         "which takes less memory and more communication",
     )
+
+    def problems(self) -> Iterator[str]:
+        """Which devices there are, torch says when the run begins. A slip of the keyboard is told at once."""
+        if self.device in DEVICES + OTHER_DEVICES:
+            return
+        near = ["cuda"] if self.device == "gpu" else difflib.get_close_matches(self.device, DEVICES, n=1)
+        if near or not self.device:
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DEVICES)}"
+            yield f"device={self.device} is no device that is known; {hint}"
 
 
 class RunConfig(Settings):
@@ -517,7 +531,7 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
                 yield f"optim.{name}={value} is longer than train.steps={train.steps}; lower it, or raise train.steps"
     lora = sections.get("lora")
     if train and train.precision == "fp8":
-        yield from _problems_with_fp8(sections)
+        yield from _problems_beside_fp8(sections)
     if lora and optim and lora.is_on:
         for name, value in (("name", optim.name), ("state", optim.state), ("ema", optim.ema)):
             if value not in ("adamw", "fp32", None):
@@ -532,22 +546,25 @@ def problems_between(sections: Mapping[str, Any]) -> Iterator[str]:
                 )
 
 
-def _problems_with_fp8(sections: Mapping[str, Any]) -> Iterator[str]:
+def _problems_beside_fp8(sections: Mapping[str, Any]) -> Iterator[str]:
     model, parallel, lora = (sections.get(name) for name in ("model", "parallel", "lora"))
     if parallel and parallel.tp > 1:
         yield f"train.precision=fp8 cannot be combined with parallel.tp={parallel.tp}; use bf16, or tp=1"
     if lora and lora.is_on:
         yield f"train.precision=fp8 cannot be combined with lora.rank={lora.rank}; use bf16"
     if model:
-        dims = model.dims
-        sides = {
-            "d_model": dims.d_model,
-            "inner channels": dims.d_inner,
-            "outputs of in_proj": sum(dims.segments.values()),
-        }
-        for name, size in sides.items():
-            if size % FP8_MULTIPLE:
-                yield (
-                    f"train.precision=fp8 needs sides of matrices that are multiples of {FP8_MULTIPLE}, and the model "
-                    f"has {size} {name}; use bf16, or another model"
-                )
+        yield from problems_with_fp8(model)
+
+
+def problems_with_fp8(
+    model: ModelConfig, setting: str = "train.precision=fp8", name: str = "the model"
+) -> Iterator[str]:
+    """Why products of eight bits are not for this model."""
+    dims = model.dims
+    sides = {"d_model": dims.d_model, "inner channels": dims.d_inner, "outputs of in_proj": sum(dims.segments.values())}
+    for side, size in sides.items():
+        if size % FP8_MULTIPLE:
+            yield (
+                f"{setting} needs sides of matrices that are multiples of {FP8_MULTIPLE}, and {name} has {size} "
+                f"{side}; use bf16, or another model"
+            )

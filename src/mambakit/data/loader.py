@@ -84,7 +84,7 @@ class Batch:
         values: Iterable[Tensor] = vars(self).values()
         if device.type == "cuda":  # a copy from other memory would wait for the GPU
             values = [value.pin_memory() for value in values]
-        return Batch(*(value.to(device, non_blocking=True) for value in values))
+        return Batch(*(value.to(device, non_blocking=device.type == "cuda") for value in values))
 
 
 class Loader:

@@ -237,10 +237,10 @@ class _Round:
 
     def __init__(self, rows: list[Row], choices: list[Choice], chosen: Chosen) -> None:
         self.rows = {row: (place, choice) for place, (row, choice) in enumerate(zip(rows, choices, strict=True))}
-        there = chosen.tokens.device.type != "cuda"
+        on_gpu = chosen.tokens.device.type == "cuda"
         tensors = (chosen.tokens, chosen.is_finite, chosen.logprobs, chosen.likeliest, chosen.likeliest_logprobs)
-        self._tensors = [None if tensor is None else tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._arrived = None if there else torch.cuda.Event()
+        self._tensors = [None if tensor is None else tensor.to("cpu", non_blocking=on_gpu) for tensor in tensors]
+        self._arrived = torch.cuda.Event() if on_gpu else None
         if self._arrived is not None:
             self._arrived.record()
 

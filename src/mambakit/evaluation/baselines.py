@@ -21,7 +21,7 @@ from ..checkpoint.formats import format_of, open_model
 from ..data.lanes import document_ranges, lanes
 from ..data.shards import TOKENIZER
 from ..data.tokenize import open_tokenizer, same_tokenizer
-from ..device import autocast
+from ..device import autocast, without_gradients
 from ..files import UserError, pip_command
 from ..model import MambaLM
 from ..progress import progress
@@ -237,7 +237,7 @@ def _evaluate_foreign(
                 tokens = torch.from_numpy(text.stream.layout.tokens(packed).astype("int64")).to(device)[None]
                 is_target = torch.from_numpy(text.stream.layout.is_target(packed))[1:]
                 targets += int(is_target.sum())
-                with torch.inference_mode(), autocast(device, dtype):
+                with without_gradients(device), autocast(device, dtype):
                     logits = model(input_ids=tokens[:, :-1]).logits
                 loss = torch.nn.functional.cross_entropy(logits[0].float(), tokens[0, 1:], reduction="none")
                 losses.append(loss.where(is_target.to(device), 0).sum())

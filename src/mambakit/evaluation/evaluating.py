@@ -80,6 +80,8 @@ def evaluate(
     baselines = paths_of(baselines)
     _check_arguments(data, split, window, samples, max_tokens, batch_rows)
     place, dtype = place_and_dtype(device, precision)
+    if samples and place.type == "xla":
+        raise UserError("text is not generated on xla; leave out --samples, or use another device")
     opened = [open_baseline(name) for name in baselines]
     folder = native.find(model)
     loaded = load(folder)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..data.shards import TokenStream
-from ..device import autocast
+from ..device import autocast, without_gradients
 from ..files import UserError
 from ..model import MambaLM
 from .scoring import numbers, tokens_at_once
@@ -82,7 +82,7 @@ def loss_by_position(
                 tokens = torch.from_numpy(layout.tokens(packed).astype(np.int64)).to(device)
                 counts = torch.from_numpy((layout.is_target(packed) & ~layout.starts(packed))[:, 1:])
                 targets[number] += int(counts.sum())
-                with torch.inference_mode(), autocast(device, dtype):
+                with without_gradients(device), autocast(device, dtype):
                     output = model(tokens[:, :-1], state=state, targets=tokens[:, 1:], loss_mask=counts.to(device))
                 assert output.loss_sum is not None
                 state = output.state

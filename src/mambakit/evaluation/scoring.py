@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import xla
 from ..data.lanes import Range
 from ..data.loader import Batch
-from ..device import autocast
+from ..device import autocast, without_gradients
 from ..model import MambaLM, State
 
 CPU_TOKENS = 8192  # computed at once; more are not faster
@@ -55,9 +55,7 @@ def score(
             num_targets = batch.num_targets  # counted on the host
             batch = batch.to(device)
             place(vars(batch).values())
-            # XLA knows no tensors of inference mode.
-            without_gradients = torch.no_grad if device.type == "xla" else torch.inference_mode
-            with without_gradients(), autocast(device, dtype):
+            with without_gradients(device), autocast(device, dtype):
                 output = model(
                     batch.tokens,
                     doc_ids=batch.doc_ids,

@@ -74,6 +74,8 @@ def evaluate_tasks(
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"tasks need lm-evaluation-harness: {pip_command('eval')}")
     place, dtype = place_and_dtype(device, precision)
+    if place.type == "xla":
+        raise UserError("tasks are not evaluated on xla; use another device")
     folders = [native.find(path_of(model)) for model in given]
     others = [open_baseline(name) for name in paths_of(baselines)]
     if not sys.stderr.isatty():

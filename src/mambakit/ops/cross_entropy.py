@@ -176,8 +176,17 @@ _cross_entropy.register_autograd(_differentiate, setup_context=_save)
 
 def _with_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
     """The loss, by the operator that computes the gradients with it."""
-    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-    loss_sum: Tensor = _cross_entropy(hidden, weight, targets, counted, *wanted)[0]
+    loss_sum: Tensor = _cross_entropy(hidden, weight, targets, counted, *_wanted(hidden, weight))[0]
+    return loss_sum
+
+
+def _wanted(*tensors: Tensor) -> list[bool]:
+    """Which of the tensors get a gradient."""
+    return [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+
+
+def _in_torch(hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+    loss_sum: Tensor = _LossInTorch.apply(hidden, weight, targets, counted, *_wanted(hidden, weight))  # type: ignore[no-untyped-call]
     return loss_sum
 
 
@@ -185,7 +194,10 @@ class _LossInTorch(torch.autograd.Function):
     """The same in operations that every device has. A target is found by comparison, not by an index."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, counted: Tensor | None,
+        with_dhidden: bool, with_dweight: bool,
+    ) -> Tensor:  # fmt: skip
         counted = _all(targets) if counted is None else counted
         _check_targets(targets, counted, weight.shape[0])
         dtype, narrow = compute_dtype(hidden), hidden.dtype
@@ -193,7 +205,7 @@ class _LossInTorch(torch.autograd.Function):
         wanted, used = _safe(targets, counted).reshape(-1, 1), counted.reshape(-1, 1)
         columns = torch.arange(W.shape[0], device=W.device)
         loss_sum = torch.zeros((), dtype=dtype, device=W.device)
-        dhidden, dweight = [], torch.zeros_like(W, dtype=dtype)
+        dhidden, dweight = [], torch.zeros_like(W, dtype=dtype) if with_dweight else None
         at_once = max(1, LOGITS_AT_ONCE // W.shape[0])
         with without_autocast(hidden):
             for h, target, counts in zip(rows.split(at_once), wanted.split(at_once), used.split(at_once), strict=True):
@@ -203,14 +215,15 @@ class _LossInTorch(torch.autograd.Function):
                 is_target = columns == target
                 losses = normalizer[:, 0] - torch.where(is_target, logits, 0).sum(-1)
                 loss_sum = loss_sum + torch.where(counts[:, 0], losses, 0).sum()
-                dlogits = (torch.exp(logits - normalizer) - is_target.to(dtype)) * counts
-                dlogits = dlogits.to(narrow)
-                if ctx.needs_input_grad[0]:
+                if with_dhidden or dweight is not None:
+                    dlogits = (torch.exp(logits - normalizer) - is_target.to(dtype)) * counts
+                    dlogits = dlogits.to(narrow)
+                if with_dhidden:
                     dhidden.append(dlogits @ W)
-                if ctx.needs_input_grad[1]:
+                if dweight is not None:
                     dweight = dweight + (dlogits.t() @ h).to(dtype)
         kept = torch.cat(dhidden).view(hidden.shape) if dhidden else None
-        ctx.save_for_backward(kept, dweight if ctx.needs_input_grad[1] else None)
+        ctx.save_for_backward(kept, dweight)
         ctx.weight_dtype = weight.dtype
         return loss_sum
 
@@ -219,11 +232,11 @@ class _LossInTorch(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight = ctx.saved_tensors
         scaled = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype) if dhidden is not None else None
-        return scaled, (dweight * dloss).to(ctx.weight_dtype) if dweight is not None else None, None, None
+        return scaled, (dweight * dloss).to(ctx.weight_dtype) if dweight is not None else None, *[None] * 4
 
 
 dispatch.TABLE["linear_cross_entropy"] = {
     **dict.fromkeys(("triton", "cpu"), dispatch.Row(_with_gradients)),
-    "torch": dispatch.Row(_LossInTorch.apply),
+    "torch": dispatch.Row(_in_torch),
     "reference": dispatch.Row(linear_cross_entropy_reference),
 }

@@ -47,7 +47,9 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     for letter in "NK":
         if sizes[letter] % MULTIPLE:
             raise ValueError(f"fp8_linear: weight has {letter}={sizes[letter]}; need a multiple of {MULTIPLE}")
-    if torch.is_autocast_enabled(x.device.type):
+    if x.numel() == 0 or weight.numel() == 0:
+        raise ValueError(f"fp8_linear: x has shape {tuple(x.shape)}; need at least one row")
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     y: Tensor = dispatch.call("fp8_linear", x, weight, bias)
     return y
@@ -90,9 +92,13 @@ def _ways(tensor: Tensor) -> Ways:
     return kernels.WAYS
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 def forward(inputs: Inputs, ways: Ways) -> Tensor:
     x, weight, bias = inputs
-    y = ways.product(ways.rows(x.flatten(0, -2)), ways.rows(weight), x.dtype)
+    y = ways.product(ways.rows(_rows(x)), ways.rows(weight), x.dtype)
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -101,9 +107,9 @@ def forward(inputs: Inputs, ways: Ways) -> Tensor:
 def backward(inputs: Inputs, dy: Tensor, ways: Ways) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias, in x's dtype."""
     x, weight, bias = inputs
-    flat = dy.flatten(0, -2)
+    flat = _rows(dy)
     dx = ways.product(ways.rows(flat), ways.columns(weight), x.dtype).view(x.shape)
-    dweight = ways.product(ways.columns(flat), ways.columns(x.flatten(0, -2)), x.dtype)
+    dweight = ways.product(ways.columns(flat), ways.columns(_rows(x)), x.dtype)
     return dx, dweight, flat.float().sum(0) if bias is not None else None
 
 

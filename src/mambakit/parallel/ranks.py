@@ -31,6 +31,7 @@ from .slices import Sharing, Slice
 from .tensor import share_layers, sum_shared_rows
 
 BUCKET = 2**26  # numbers that are reduced at once
+SAVED_GENERATORS = ("cpu", "cuda", "mps")  # devices whose random numbers are part of a checkpoint
 # Parameters that FSDP2 shards: those of matrix products. All others are few, and are computed in fp32.
 SHARDED = ("in_proj.weight", "out_proj.weight", "x_proj.weight", "dt_proj.weight", "embedding.weight", "lm_head.weight")
 
@@ -184,14 +185,14 @@ class Ranks:
 
     def seed(self, seed: int, step: int) -> None:
         """Begin a step's random numbers. They depend on the rows and columns that a rank computes: tp ranks, which
-        compute the same ones, draw the same. A plain process goes on with its own, but not on XLA."""
-        is_xla = self.model.device.type == "xla"
-        if self.is_one and not is_xla:
+        compute the same ones, draw the same. A plain process goes on with its own where checkpoints have them."""
+        kind = self.model.device.type
+        if self.is_one and kind in SAVED_GENERATORS:
             return
         place = self.mesh.data_rank * self.mesh.cp + self.mesh.cp_rank
         digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
         number = int.from_bytes(digest[:7], "little")
-        if is_xla:
+        if kind == "xla":
             xla.seed(number)
         else:
             torch.manual_seed(number)

@@ -54,8 +54,12 @@ class Devices:
         return cls(data, parallel.tp, parallel.shard == "optimizer")
 
     @property
+    def size(self) -> int:
+        return self.data * self.tp
+
+    @property
     def is_one(self) -> bool:
-        return self.data * self.tp == 1
+        return self.size == 1
 
     def place_parameters(self, parameters: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
@@ -69,7 +73,7 @@ class Devices:
                 if self.is_one or tensor.shape != parameter.shape:
                     continue
                 dims = self._dims(name, parameter)
-                if self.shards_state and parameter.shape[0] % (self.data * self.tp) == 0:
+                if self.shards_state and parameter.shape[0] % self.size == 0:
                     dims[0] = ("tp", "data") if dims[0] == "tp" else "data"
                 xla.place(tensor, (self.data, self.tp), *dims)
 
@@ -90,6 +94,6 @@ class Devices:
     def _dims(self, name: str, tensor: Tensor) -> list[str | tuple[str, ...] | None]:
         dims: list[str | tuple[str, ...] | None] = [None] * tensor.dim()
         for place, ends in enumerate((ROWS, COLUMNS)):
-            if name.endswith(tuple(f".{end}" for end in ends)):
+            if f".{name}".endswith(tuple(f".{end}" for end in ends)):
                 dims[place] = "tp"
         return dims

@@ -369,7 +369,7 @@ def record_last_step(run: Run) -> None:
     loss, norm, skipped, *change = step.numbers.read()  # sync point
     assert run.clock is not None
     seconds, run.clock = step.numbers.arrival.seconds_since(run.clock), step.numbers.arrival
-    flops = run.config.training_flops() * step.num_tokens / run.world.size
+    flops = run.config.training_flops() * step.num_tokens / (run.world.size * run.ranks.mesh.xla.size)
     run.matmul_flops = max(run.matmul_flops, flops / seconds)  # the machine may have been busy when it was measured
     record = {
         "type": "train",

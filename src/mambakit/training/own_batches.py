@@ -58,6 +58,12 @@ def _shared(whole: Iterator[Batch], first: int, world: World, ranks: Ranks) -> I
                 raise UserError(
                     f"batch {number} has {size} {name}, and {parts} ranks share them; need a multiple of that"
                 )
+        least = ranks.mesh.cp * ranks.model.config.conv_width
+        if ranks.mesh.cp > 1 and columns < least:
+            raise UserError(
+                f"batch {number} has {columns} tokens a row, and {ranks.mesh.cp} ranks share them; need {least} or "
+                f"more, model.conv_width={ranks.model.config.conv_width} for each"
+            )
         yield batch.rows(*ranks.rows_of(batch.num_rows))
 
 

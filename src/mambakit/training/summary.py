@@ -26,6 +26,7 @@ def introduce(run: Run) -> None:
     say(
         f"{config.model.kind}, {config.model.num_parameters():,} parameters (d_model {config.model.d_model}, "
         f"{config.model.num_layers} layers), on {name} in {str(run.dtype).removeprefix('torch.')}"
+        + (", products of in_proj and out_proj in fp8" if config.train.precision == "fp8" else "")
     )
     if (note := note_of(run.device)) is not None:
         say(f"note: {note}")
