@@ -160,4 +160,5 @@ def test_a_loss_without_gradients_computes_none(way: Any) -> None:
     weight, hidden = torch.randn(50, 8, requires_grad=True, device="meta"), torch.randn(2, 7, 8, device="meta")
     with ops.backend("torch"), _Watch() as watch, way():
         ops.linear_cross_entropy(hidden, weight, torch.zeros(2, 7, dtype=torch.int64, device="meta"))
-    assert watch.seen["mm"] == 1, "the logits alone"
+    products = watch.seen["mm"] + watch.seen["matmul"]  # inference mode does not take a matmul apart
+    assert products == 1, "the logits alone"

@@ -59,11 +59,6 @@ def measure_reading(
         raise ConfigError(f"{shards} is no folder of shards; make one with mambakit prepare")
     begin = time.perf_counter()
     stream = TokenStream(Path(shards), split)
-    if len(stream) <= batch_rows * sequence_length:
-        raise ConfigError(
-            f"{stream.folder} has {len(stream):,} tokens in its split {split}, less than a batch of {batch_rows} x "
-            f"{sequence_length:,}; lower --batch-rows or --sequence-length"
-        )
     plan = ReadingPlan(stream, DataConfig(sequence_length=sequence_length), batch_rows, seconds)
     plan.loader(0).read(0)
     first = time.perf_counter() - begin
