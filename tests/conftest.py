@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from torch import Tensor
 
 if not torch.cuda.is_available():  # before Triton is imported: its interpreter then runs the GPU kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What a shell starts in the background ignores Ctrl-C, what nohup starts ignores SIGHUP, and so would all that tests start.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
