@@ -1,19 +1,21 @@
 """How fast is decoding on one GPU, and which part of a token takes how long?
 
     python benchmarks/decoding_gpu.py --out decoding.json                        all figures, about four minutes
-    python benchmarks/decoding_gpu.py --out tiles.json --tune                    all tiles, for 1 row and 64
+    python benchmarks/decoding_gpu.py --out tiles.json --tune                    all tiles first, for 1 row and 64
     python benchmarks/decoding_gpu.py --out loss.json --checkpoint DIR --text FILE   what weights of 8 bits cost
 
 Weights are random: they take the same time. A text is a prompt of 100 tokens and 100 new ones, the likeliest each time.
 tokens/s are new tokens of all rows over the time of everything, the prompts included, as mamba-ssm's own benchmark has
 it; of seven texts after a first that compiles, the median, and the least and the most. `step` is the time of a replay
 of the step's graph alone, and `bandwidth` what it must move (all weights; all states twice) over that time. `parts` are
-graphs of one part of all layers each. Results are written after each model.
+graphs of one part of all layers each. Results are written after each model. --tune tries other sizes of each kernel,
+takes the fastest, and then measures; `MEASURED` and `MEASURED_FOR_64` of the results are what it took.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -149,7 +151,7 @@ def parts(stepper: GraphStepper, rows: int) -> dict[str, dict[str, float]]:
     kernels = stepper.kernels
     count = len(kernels.layers)
     found = {}
-    for part in kernels.parts():
+    for part in kernels.parts(rows):
         replay = captured(lambda part=part: [part(layer, rows) for layer in kernels.layers])  # type: ignore[misc]
         layer = kernels.layers[0]
         matrix = getattr(layer, part.__name__, None)
@@ -175,42 +177,55 @@ def profiled(work: Callable[[], Any], times: int = 5) -> list[dict[str, Any]]:
     ]
 
 
-def matvec_tiles(inputs: int) -> list[decode.MatvecTile]:
+def matvec_tiles(inputs: int, weight_bytes: int, most_splits: int) -> list[decode.MatvecTile]:
     found = []
-    for block, warps in (4, 4), (8, 4), (16, 4), (8, 8), (16, 8), (32, 8):
-        width = 16 * warps
-        count, of_a_thread = -(-inputs // width), max(1, block * width // (32 * warps))
-        sizes = {max(n for n in range(1, count + 1) if count % n == 0 and n * of_a_thread <= most) for most in (32, 64)}
-        found += [decode.MatvecTile(block, width, tiles, warps) for tiles in sorted(sizes)]
+    for block, warps in itertools.product((4, 8, 16, 32, 64), (4, 8)):
+        width, of_a_thread = 16 * warps, max(1, block // 2)
+        for splits in (1, 2, 4) if most_splits > 1 else (1,):
+            count = -(-inputs // (width * splits))
+            sizes = {
+                max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_a_thread <= most))
+                for most in ((32, 64, 128) if weight_bytes == 1 else (16, 32, 64))
+            }
+            found += [decode.MatvecTile(block, width, tiles, warps, splits) for tiles in sorted(sizes)]
     return found
 
 
-PRODUCT_TILES = [
-    decode.ProductTile(64, *tile)
-    for tile in ((16, 128, 4, 5), (16, 256, 4, 3), (32, 128, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 8, 4))
-]
-CHANNEL_TILES = [(16, 16, 4), (16, 32, 8), (16, 8, 2), (32, 16, 8)]
+def product_tiles(name: str) -> list[decode.ProductTile]:
+    wide = [(64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4)]
+    narrow = [(16, 128, 4, 5), (32, 128, 4, 5)]
+    tiles, splits = {
+        "x_proj": ([*narrow, *wide[:2]], (2, 4)),
+        "dt_proj": ([(outputs, 32, warps, 1) for outputs in (16, 32, 64) for warps in (4, 8)], (1,)),
+        "out_proj": ([*wide, narrow[1]], (2, 4, 8)),
+    }.get(name, ([*wide, *narrow, (128, 128, 8, 3)], (1,)))
+    return [decode.ProductTile(64, *tile, parts) for tile in tiles for parts in splits]
+
+
+CHANNEL_TILES = [(4, 32, 4), (2, 64, 4), (8, 32, 8), (8, 16, 4), (16, 16, 4), (1, 64, 4), (4, 16, 2)]
 HEAD_TILES = [(8, 4), (16, 4), (16, 8), (32, 4), (32, 8), (64, 8)]
 
 
 @torch.inference_mode()
 def tune(model: MambaLM, rows: int) -> list[dict[str, Any]]:
-    """Microseconds of each tile for each part of a layer, and for the output layer, the fastest first."""
+    """Microseconds of each tile for each part of a layer and for the output layer. The fastest is first, and taken."""
     stepper = GraphStepper(model, model.initial_state(1), rows)
     kernels, found = stepper.kernels, []
 
-    def try_all(name: str, work: Callable[[], Any], count: int, tiles: list[Any], use: Callable[[Any], None]) -> None:
-        times = {}
-        for tile in tiles:
+    def try_all(name: str, work: Callable[[], Any], count: int, tiles: list[Any], use: Callable[[Any], Any]) -> None:
+        def time_of(tile: Any) -> float:
             use(tile)
             decode.matvec_tile.cache_clear()
             decode.product_tile.cache_clear()
-            times[tile] = 1e6 * seconds(captured(work), 10) / count
+            return 1e6 * seconds(captured(work), 10) / count
+
+        times = {tile: time_of(tile) for tile in tiles}
         order = sorted(times, key=lambda tile: times[tile])
+        time_of(order[0])
         found.append({"part": name, "us": [[*tile, round(times[tile], 2)] for tile in order]})
         print(name, found[-1]["us"], flush=True)
 
-    for part in [*kernels.parts(), kernels.project_to_scores]:
+    for part in [*kernels.parts(rows), kernels.project_to_scores]:
         is_head, layers = part == kernels.project_to_scores, kernels.layers
         every: list[tuple[Any, ...]] = [(rows,)] * 4 if is_head else [(layer, rows) for layer in layers]
         matrix = kernels.head if is_head else getattr(layers[0], part.__name__, None)
@@ -218,27 +233,17 @@ def tune(model: MambaLM, rows: int) -> list[dict[str, Any]]:
         if matrix is None:
             if rows > decode.FEW:
                 name, tiles = ("CHANNELS_OF_MANY", CHANNEL_TILES) if layers[0].x_proj else ("HEAD_OF_MANY", HEAD_TILES)
-                usual = getattr(decode, name)
-                try_all(
-                    f"{name}, now {usual}", work, len(every), tiles, lambda tile, name=name: setattr(decode, name, tile)
-                )  # type: ignore[misc]
-                setattr(decode, name, usual)
+                use = lambda tile, name=name: setattr(decode, name, tile)  # noqa: E731
+                try_all(f"{name}, now {getattr(decode, name)}", work, len(every), tiles, use)  # type: ignore[misc]
             continue
         outputs, inputs = matrix.weight.shape
-        key = outputs, inputs, matrix.weight.element_size()
+        key, is_x = (outputs, inputs, matrix.weight.element_size()), matrix is layers[0].x_proj
+        table: dict[Any, Any] = decode.MEASURED if rows == 1 else decode.MEASURED_FOR_64
+        choices: list[Any] = product_tiles(part.__name__)
         if rows == 1:
-            usual, table, tiles = decode.matvec_tile(*key, 1), decode.MEASURED, matvec_tiles(inputs)
-        else:
-            usual, table = decode.product_tile(*key, torch.bfloat16, rows), decode.MEASURED_FOR_64
-            tiles = PRODUCT_TILES
-        try_all(
-            f"{key}, now {[*usual]}",
-            work,
-            len(every),
-            tiles,
-            lambda tile, key=key, table=table: table.update({key: tile}),
-        )  # type: ignore[misc]
-        del table[key]
+            choices = matvec_tiles(inputs, key[2], decode.SPLITS_OF_X if is_x else 1)
+        use = lambda tile, key=key, table=table: table.update({key: tile})  # type: ignore[misc] # noqa: E731
+        try_all(f"{part.__name__} {key}, now {[*table.get(key, ())]}", work, len(every), choices, use)  # type: ignore[misc]
     return found
 
 
@@ -297,9 +302,11 @@ def main() -> None:
     for preset in given.models:
         for dtype in given.dtypes:
             model = random_model(preset, dtype)
-            for rows in given.rows if given.tune else []:
-                keep(f"{preset} {dtype} {rows}", tune(model, rows))
-            for rows in [] if given.tune else given.rows:
+            for rows in given.rows:
+                if given.tune:
+                    keep(f"tiles for {preset} {dtype} {rows}", tune(model, rows))
+                    for name in "MEASURED", "MEASURED_FOR_64":
+                        keep(name, [[*key, *tile] for key, tile in getattr(decode, name).items()])
                 found = measure(model, rows, with_parts=True, with_profile=given.profile)
                 share = found["bandwidth"] / results["copy_bandwidth"]
                 print(

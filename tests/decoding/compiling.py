@@ -53,7 +53,7 @@ def launches(preset: str, rows: int, dtype: str, early: bool) -> dict[str, tuple
         stepper = KernelStepper(model, model.initial_state(1), rows)
         decode.TokenKernels._launch = record  # type: ignore[method-assign]
         kernels, tokens = stepper.kernels, stepper.tokens
-        for part in kernels.parts():
+        for part in kernels.parts(rows):
             part(kernels.layers[0], rows)
         kernels.project_to_scores(rows)
         kernels.choose_likeliest(rows, tokens, tokens, torch.empty(rows, dtype=torch.bool), tokens)

@@ -116,6 +116,23 @@ def test_sizes_that_take_several_tiles(kind: str) -> None:
     _compare(small_model(kind, d_model=144, state_size=16, num_layers=1, **heads), 2e-5, (70, 2))
 
 
+@KINDS
+def test_products_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that are cut by their inputs: evenly, and with a rest."""
+    heads = {"head_dim": 16, "num_groups": 1} if kind == "mamba2" else {"dt_rank": 5}
+    model = small_model(kind, d_model=80, state_size=16, num_layers=2, **heads)
+    monkeypatch.setattr(decode, "PROGRAMS", 16)
+    decode.product_tile.cache_clear()
+    try:
+        assert decode.product_tile(80, 160, 4, torch.float32, 6, True, 8).splits == 2
+        for splits in 2, 4, 3:  # of x_proj for one row
+            monkeypatch.setitem(decode.MEASURED, (37, 160, 4), decode.MatvecTile(8, 16, 2, 4, splits))
+            decode.matvec_tile.cache_clear()
+            _compare(model, 2e-5, (6, 1))
+    finally:
+        decode.product_tile.cache_clear()
+
+
 def test_models_without_kernels_say_why() -> None:
     assert "states" in (why_no_kernels(small_model("mamba2", state_size=512)) or "")
     assert "taps" in (why_no_kernels(small_model("mamba1", conv_width=9)) or "")

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -97,12 +97,20 @@ class KernelStepper(Stepper):
         self.kernels.choose_likeliest(rows, self.tokens, self._chosen, self._is_finite, settings.count)
         return Chosen(self._chosen[:rows], self._is_finite[:rows])
 
+    def put(self, first: int, states: Sequence[State]) -> None:
+        blocks = [state.blocks for state in states]
+        for name, stored in self._blocks.items():
+            new = [block[name] for block in blocks if block is not None]
+            if len(new) < len(states) or any(part.dtype != stored.dtype for part in new):
+                super().put(first, states)
+                return
+            torch.cat(new, out=stored[first : first + len(states)])
+
     def _memory(self, like: State, capacity: int) -> State:
         """Of each kind of memory one block (capacity, layers, …), so that a row is copied at once."""
         first, count = like.layers[0], len(like.layers)
         self._blocks = {name: one.new_zeros(capacity, count, *one.shape[1:]) for name, one in first.items()}
-        layers = zip(*(block.unbind(1) for block in self._blocks.values()), strict=True)
-        return State(tuple(dict(zip(self._blocks, parts, strict=True)) for parts in layers))
+        return State.of_blocks(self._blocks)
 
     def _scores(self, rows: int) -> Tensor:
         return self.kernels.scores(self.tokens[:rows])
@@ -110,18 +118,21 @@ class KernelStepper(Stepper):
     def _layer(self, number: int) -> Any:
         from ..ops.gpu.decode import Layer
 
-        block = self.model.blocks()[number]
+        block, *after = self.model.blocks()[number : number + 2]
         mixer: Any = block.mixer
+        next_norm = after[0].norm if after else self.model.backbone.norm_f
         conv: nn.Conv1d = mixer.conv1d
         state = self.state.layers[number]
         assert state["ssm"].dtype == torch.float32
         if isinstance(mixer, Mamba1):
-            x_proj, dt_proj = _matrix(mixer.x_proj), mixer.dt_proj.weight.detach()
-            own: dict[str, Any] = {"x_proj": x_proj, "dt_proj": dt_proj, "dt_bias": mixer.dt_proj.bias.detach()}
+            dt_proj = replace(_matrix(mixer.dt_proj), bias=None)
+            own: dict[str, Any] = {"x_proj": _matrix(mixer.x_proj), "dt_proj": dt_proj}
+            own["dt_bias"] = mixer.dt_proj.bias.detach()
         else:
             own = {"gated_norm": mixer.norm.weight.detach(), "dt_bias": mixer.dt_bias.detach()}
         return Layer(
-            norm=block.norm.weight.detach(), in_proj=_matrix(mixer.in_proj), out_proj=_matrix(mixer.out_proj),
+            norm=block.norm.weight.detach(), next_norm=next_norm.weight.detach(),
+            in_proj=_matrix(mixer.in_proj), out_proj=_matrix(mixer.out_proj),
             conv=conv.weight.detach().squeeze(1).contiguous(),
             conv_bias=None if conv.bias is None else conv.bias.detach(),
             A_log=mixer.A_log.detach(), D=mixer.D.detach(), window=state["conv"], state=state["ssm"], **own,
@@ -241,8 +252,7 @@ class GraphReader:
         return [logits, *(torch.stack([layer[name] for layer in state.layers], 1) for name in self._names)]
 
     def _result(self, outputs: list[Tensor]) -> tuple[Tensor, State]:
-        layers = zip(*(block.unbind(1) for block in outputs[1:]), strict=True)
-        return outputs[0], State(tuple(dict(zip(self._names, parts, strict=True)) for parts in layers))
+        return outputs[0], State.of_blocks(dict(zip(self._names, outputs[1:], strict=True)))
 
 
 class _Side:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -19,6 +19,13 @@ class State:
     """The memory of all layers, row by row of the batch."""
 
     layers: tuple[LayerState, ...]
+    # The same memory, where that of all layers lies together (B, layers, …) and can be copied at once.
+    blocks: LayerState | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of_blocks(cls, blocks: LayerState) -> State:
+        layers = zip(*(block.unbind(1) for block in blocks.values()), strict=True)
+        return cls(tuple(dict(zip(blocks, parts, strict=True)) for parts in layers), blocks)
 
     @property
     def batch_size(self) -> int:
@@ -42,13 +49,13 @@ class State:
         """The rows one by one, each in memory of its own."""
         if self.batch_size == 1:
             return [self]
-        names = list(self.layers[0])
-        if len({tuple((name, part.shape) for name, part in layer.items()) for layer in self.layers}) > 1:
-            return [self.map(lambda tensor, i=i: tensor[i : i + 1].clone()) for i in range(self.batch_size)]  # type: ignore[misc]
+        blocks, rows = self.blocks, range(self.batch_size)
+        if blocks is None:
+            if len({tuple((name, part.shape) for name, part in layer.items()) for layer in self.layers}) > 1:
+                return [self.map(lambda tensor, i=i: tensor[i : i + 1].clone()) for i in rows]  # type: ignore[misc]
+            blocks = {name: torch.stack([layer[name] for layer in self.layers], 1) for name in self.layers[0]}
         # All layers of a row in one copy: on a GPU a copy of each would take longer to launch than to make.
-        blocks = [torch.stack([layer[name] for layer in self.layers], 1) for name in names]  # (B, layers, …)
-        rows = [[block[i : i + 1].clone().unbind(1) for block in blocks] for i in range(self.batch_size)]
-        return [State(tuple(dict(zip(names, parts, strict=True)) for parts in zip(*row, strict=True))) for row in rows]
+        return [State.of_blocks({name: block[i : i + 1].clone() for name, block in blocks.items()}) for i in rows]
 
     def keep(self, rows: Tensor) -> State:
         """The memory of the rows (B) that are true, and none for the others."""

@@ -5,14 +5,13 @@ so little of both that the time between kernels decides: mamba-130m has 7 MB a l
 four kernels (Mamba-1) or three (Mamba-2):
 
     in_proj   norm of the residual stream, product, step of the convolution, silu
-    x_proj    (Mamba-1) product
-    state     dt, step of the recurrence, gate; dt_proj's product within (Mamba-1)
+    x_proj    (Mamba-1) product, in parts
+    state     dt, step of the recurrence, gate; the parts' sum and dt_proj's product within (Mamba-1)
     out_proj  gated norm (Mamba-2), product, sum into the residual stream
 
 With them 24 layers are 96 or 72 kernels. Four more are the embedding, the output layer with the last norm, and two
 that choose the likeliest token. Where the GPU can (compute capability 9.0), a kernel begins while the one before it
-ends, and loads its weights and states before it waits. At 2 µs a kernel, a token of mamba-130m takes 96 × 2 + 18
-(77 MB of output layer) + 6 = 216 µs; these are estimates, and `benchmarks/decoding_gpu.py` measures.
+ends, and loads its weights and states before it waits. `benchmarks/decoding_gpu.py` measures each.
 
 | | weights | states, read and written | at 4.2 TB/s |
 | --- | --- | --- | --- |
@@ -24,9 +23,11 @@ ends, and loads its weights and states before it waits. At 2 µs a kernel, a tok
 | mamba2-130m, 64 rows | 258 MB | 2.4 GB | 0.6 ms |
 | mamba2-2.7b, 64 rows | 5.4 GB | 21 GB | 6.4 ms |
 
-Up to `FEW` rows, products are sums of fp32 (`matvec_kernel`); for more, tensor cores do them (`product_kernel`) and
-norms are kernels of their own, because every program would read all rows to normalize them. A matrix may be of 8 bits.
-Results are the same bits every time for the same number of rows.
+Up to `FEW` rows, products are sums of fp32 (`matvec_kernel`). For more, tensor cores do them (`product_kernel`), and
+norms are kernels of their own, because every program would read all rows to normalize them; they also sum the parts of
+out_proj's product, and dt_proj is a product of its own. A program reads all its inputs for all rows, which takes as
+long as the weights do: so a matrix of few outputs is cut into parts by its inputs. A matrix may be of 8 bits. Results
+are the same bits every time for the same number of rows.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from .decode_kernels import (
 from .device import is_roomy
 
 FEW = 4  # rows
-SPLITS = 2  # parts of x_proj's inputs, where it is a product for many rows: it has few outputs
+SPLITS_OF_X, SPLITS_OF_OUT = 4, 8  # parts that x_proj and out_proj have at most, by their inputs
 SCORES_AT_ONCE = 1024  # of which a program takes the best
-PROGRAMS = 128  # that a product for few rows has at least, where its outputs allow it: one on each multiprocessor
+PROGRAMS = 128  # that a product has at least, where its sizes allow it: one on each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Layer:
     """Parameters of a layer, and where its memory is: rows of `window` (W-1, C) and `state`, at any distance."""
 
     norm: Tensor
+    next_norm: Tensor  # of the layer after it, or the last one
     in_proj: Matrix
     conv: Tensor  # (C, W)
     conv_bias: Tensor | None
@@ -80,7 +82,7 @@ class Layer:
     window: Tensor
     state: Tensor
     x_proj: Matrix | None = None  # Mamba-1
-    dt_proj: Tensor | None = None
+    dt_proj: Matrix | None = None  # without its bias
     gated_norm: Tensor | None = None  # Mamba-2
 
 
@@ -106,6 +108,7 @@ class MatvecTile(NamedTuple):
     inputs: int
     tiles: int  # of these inputs, loaded before the first is used
     warps: int
+    splits: int = 1
 
 
 class ProductTile(NamedTuple):
@@ -114,6 +117,7 @@ class ProductTile(NamedTuple):
     inputs: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 # The fastest tiles as `benchmarks/decoding_gpu.py --tune` measures them, by (outputs, inputs, bytes of a weight): for
@@ -121,58 +125,74 @@ class ProductTile(NamedTuple):
 MEASURED: dict[tuple[int, int, int], MatvecTile] = {}
 MEASURED_FOR_64: dict[tuple[int, int, int], ProductTile] = {}
 # Of the steps of the recurrences: (rows, channels, warps) of Mamba-1, and (channels of a head, warps) of Mamba-2.
-CHANNELS_OF_FEW, CHANNELS_OF_MANY = (1, 16, 4), (16, 16, 4)
+CHANNELS_OF_FEW, CHANNELS_OF_MANY = (1, 16, 4), (4, 32, 4)
 HEAD_OF_FEW, HEAD_OF_MANY = (8, 8), (32, 8)
 
 
 @functools.cache
-def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int) -> MatvecTile:
+def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int, most_splits: int = 1) -> MatvecTile:
     """Where outputs are few, small programs of small tiles.
 
     Weights under way are kept in registers. A thread has 64, or 32 where there are several rows; or 128 bytes of them
     where programs are so few that two on a multiprocessor are enough.
     """
-    if rows == 1 and (outputs, inputs, weight_bytes) in MEASURED:
-        return MEASURED[outputs, inputs, weight_bytes]
-    warps = 8 if outputs >= 16 * PROGRAMS else 4
+    measured = MEASURED.get((outputs, inputs, weight_bytes))
+    if rows == 1 and measured is not None and measured.splits <= most_splits:
+        return measured
+    warps = 8 if outputs >= 8 * PROGRAMS else 4
     block = 16
-    while block > 4 and outputs < block * PROGRAMS:
+    while block > 4 and outputs < 4 * block * PROGRAMS:
         block //= 2
     width = min(16 * warps, max(16, triton.next_power_of_2(inputs)))
-    count, of_a_thread = triton.cdiv(inputs, width), max(1, block * width // (32 * warps))
-    most = 32 if rows > 1 else 64 if outputs > 2 * PROGRAMS * block else 128 // weight_bytes
+    programs, splits = triton.cdiv(outputs, block), 1
+    while 2 * splits <= most_splits and 2 * splits * programs <= PROGRAMS and inputs % (8 * splits * width) == 0:
+        splits *= 2
+    count, of_a_thread = triton.cdiv(inputs // splits, width), max(1, block * width // (32 * warps))
+    most = 32 if rows > 1 else 64 if programs > 2 * PROGRAMS else 128 // weight_bytes
     tiles = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_a_thread <= most))
-    return MatvecTile(block, width, tiles, warps)
+    return MatvecTile(block, width, tiles, warps, splits)
 
 
 @functools.cache
 def product_tile(
-    outputs: int, inputs: int, weight_bytes: int, dtype: torch.dtype, rows: int, roomy: bool = True
-) -> ProductTile:
+    outputs: int, inputs: int, weight_bytes: int, dtype: torch.dtype, rows: int, roomy: bool = True,
+    most_splits: int = 1,
+) -> ProductTile:  # fmt: skip
     """`roomy`: a block may have 160 KB of shared memory; else 99, and fewer tiles are under way."""
     measured = MEASURED_FOR_64.get((outputs, inputs, weight_bytes))
     if measured is not None and dtype == torch.bfloat16 and 32 < rows <= 64 and roomy:
-        return measured
+        return measured._replace(splits=min(measured.splits, most_splits))
     block_rows = min(64, max(16, triton.next_power_of_2(rows)))
-    block = 64 if outputs >= 64 * 96 else 32 if outputs >= 32 * 64 else 16
+    block = 64 if outputs * most_splits >= 64 * 96 else 32 if outputs * most_splits >= 32 * 64 else 16
     if dtype == torch.float32:
-        return ProductTile(block_rows, min(block, 32), 32, 4, 2)
-    width = min(64 if block == 64 else 128, max(16, triton.next_power_of_2(inputs)))
-    return ProductTile(block_rows, block, width, 4, 3 if not roomy else 4 if block == 64 else 5)
+        tile = ProductTile(block_rows, min(block, 32), 32, 4, 2)
+    else:
+        width = min(64 if block == 64 else 128, max(16, triton.next_power_of_2(inputs)))
+        tile = ProductTile(block_rows, block, width, 4, 3 if not roomy else 4 if block == 64 else 5)
+    programs = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, block_rows)
+    splits = max(1, min(most_splits, PROGRAMS // programs, inputs // (2 * tile.inputs)))
+    return tile._replace(splits=splits)
 
 
 class _Scratch:
     """What kernels hand to each other, for at most so many rows."""
 
     def __init__(self, shape: Shape, projected: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        few = rows <= FEW
-        wide = torch.float32 if few else dtype
+        is_few = rows <= FEW
+        wide = torch.float32 if is_few else dtype
         empty = functools.partial(torch.empty, device=device)
         self.projected = empty(rows, projected, dtype=wide)
-        self.selected = empty(1 if few else SPLITS, rows, shape.dt_rank + 2 * shape.num_states)
+        self.selected = empty(SPLITS_OF_X, rows, shape.dt_rank + 2 * shape.num_states)
         self.y = empty(rows, shape.d_inner, dtype=torch.float32 if shape.num_heads else wide)
         self.gated = empty(rows, shape.d_inner, dtype=wide)
-        self.normed = empty(rows, shape.d_model, dtype=wide)
+        # Of few rows, what a norm needs: each value times the norm's weight, and sums of squares.
+        self.weighted = empty(rows, shape.d_model) if is_few else None
+        self.squares = empty(rows, shape.d_model) if is_few else None
+        self.y_squares = empty(rows, shape.d_inner) if is_few else None
+        # Of many, rows after a norm, dt before its bias, and the parts of out_proj's product.
+        self.normed = None if is_few else empty(rows, shape.d_model, dtype=dtype)
+        self.dt = None if is_few else empty(rows, shape.d_inner)
+        self.added = None if is_few else empty(SPLITS_OF_OUT, rows, shape.d_model)
 
 
 class TokenKernels:
@@ -202,16 +222,17 @@ class TokenKernels:
         with torch.cuda.device_of(tokens):
             self.embed(tokens)
             for layer in self.layers:
-                for part in self.parts():
+                for part in self.parts(rows):
                     part(layer, rows)
             self.project_to_scores(rows)
         return self.logits[:rows]
 
-    def parts(self) -> list[Callable[[Layer, int], None]]:
+    def parts(self, rows: int) -> list[Callable[[Layer, int], None]]:
         """Of a layer, in their order."""
         if self.shape.num_heads:
             return [self.in_proj, self.mamba2_state, self.out_proj]
-        return [self.in_proj, self.x_proj, self.mamba1_state, self.out_proj]
+        dt_proj = [] if rows <= FEW else [self.dt_proj]
+        return [self.in_proj, self.x_proj, *dt_proj, self.mamba1_state, self.out_proj]
 
     def choose_likeliest(self, rows: int, tokens: Tensor, chosen: Tensor, is_finite: Tensor, count: Tensor) -> None:
         """Put the tokens of the highest scores into `tokens` and `chosen`; raise `count` by one."""
@@ -224,111 +245,195 @@ class TokenKernels:
             self._launch(pick_kernel, (rows,), *found, parts, *outputs, PARTS=triton.next_power_of_2(parts))
 
     def embed(self, tokens: Tensor) -> None:
-        width = self.shape.d_model
+        rows, width = tokens.shape[0], self.shape.d_model
+        norm: tuple[Any, ...] = None, None, None, 0
+        if rows <= FEW:
+            norm = self.layers[0].norm, self._few.weighted, self._few.squares, width
         # Without the attribute of an early launch: it waits for everything before, and so do all that follow it.
-        embedding_kernel[(tokens.shape[0],)](
-            tokens, self.embedding.weight, self.embedding.scale, self.residual,
+        embedding_kernel[(rows,)](
+            tokens, self.embedding.weight, self.embedding.scale, self.residual, *norm,
             WIDTH=width, D=triton.next_power_of_2(width), EARLY=self.begins_early,
         )  # fmt: skip
 
     def in_proj(self, layer: Layer, rows: int) -> None:
-        scratch = self._scratch(rows)
+        out = self._scratch(rows).projected
         first = self.shape.d_inner if self.shape.num_heads else 0  # of the convolution's channels
-        norm = layer.norm, self.shape.eps
-        self._product(self.residual, layer.in_proj, scratch.projected, rows, norm, scratch.normed, conv=(layer, first))
+        self._product_of_residual(layer.in_proj, out, rows, layer.norm, layer is self.layers[0], conv=(layer, first))
 
     def x_proj(self, layer: Layer, rows: int) -> None:
         assert layer.x_proj is not None
         scratch = self._scratch(rows)
-        self._product(scratch.projected, layer.x_proj, scratch.selected, rows)
+        if rows <= FEW:
+            self._matvec(scratch.projected, layer.x_proj, scratch.selected, rows)
+        else:
+            self._product(scratch.projected, layer.x_proj, scratch.selected, rows)
+
+    def dt_proj(self, layer: Layer, rows: int) -> None:
+        """Of many rows."""
+        assert layer.dt_proj is not None
+        assert self._many.dt is not None
+        self._product(self._many.selected[: self._x_splits(layer, rows)], layer.dt_proj, self._many.dt, rows)
 
     def mamba1_state(self, layer: Layer, rows: int) -> None:
         shape, few, scratch = self.shape, rows <= FEW, self._scratch(rows)
+        assert layer.dt_proj is not None
         block, channels, warps = CHANNELS_OF_FEW if few else CHANNELS_OF_MANY
         self._launch(
             mamba1_state_kernel, (triton.cdiv(shape.d_inner, channels), triton.cdiv(rows, block)),
-            scratch.projected, scratch.selected, scratch.selected.stride(0), layer.dt_proj, layer.dt_bias, layer.A_log,
-            layer.D, layer.state, layer.state.stride(0), scratch.y, shape.bcdt_eps or 0.0, rows,
-            INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=len(scratch.selected),
-            NORM=shape.bcdt_eps is not None, BY_DOT=not few, R=block, C=channels,
+            scratch.projected, scratch.selected, scratch.selected.stride(0), scratch.dt, layer.dt_proj.weight,
+            layer.dt_bias, layer.A_log, layer.D, layer.state, layer.state.stride(0), scratch.y, shape.bcdt_eps or 0.0,
+            rows, INNER=shape.d_inner, RANK=shape.dt_rank, STATES=shape.num_states, SPLITS=self._x_splits(layer, rows),
+            NORM=shape.bcdt_eps is not None, R=block, C=channels,
             J=min(64, max(16, triton.next_power_of_2(shape.dt_rank))), N=triton.next_power_of_2(shape.num_states),
             num_warps=warps,
         )  # fmt: skip
 
     def mamba2_state(self, layer: Layer, rows: int) -> None:
         shape, scratch = self.shape, self._scratch(rows)
-        head_dim = shape.d_inner // shape.num_heads
-        is_filled = rows * shape.d_inner >= 4 * 132 * HEAD_OF_MANY[0]  # four programs on each multiprocessor
-        block, warps = HEAD_OF_MANY if is_filled else HEAD_OF_FEW
-        block = min(block, triton.next_power_of_2(head_dim))
+        block, warps, blocks = self._head_tile(rows)
+        norm: tuple[Any, ...] = None, None, 0
+        if self._norms_on_the_way(layer, rows):
+            norm = layer.gated_norm, scratch.y_squares, shape.d_inner
         self._launch(
-            mamba2_state_kernel, (triton.cdiv(head_dim, block), shape.num_heads, rows),
+            mamba2_state_kernel, (blocks, shape.num_heads, rows),
             scratch.projected, layer.dt_bias, layer.A_log, layer.D, layer.state, layer.state.stride(0), scratch.y,
-            *shape.dt_limit, HEADS=shape.num_heads, HEAD_DIM=head_dim, GROUPS=shape.num_groups,
-            STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states), num_warps=warps,
+            *norm, *shape.dt_limit, HEADS=shape.num_heads, HEAD_DIM=shape.d_inner // shape.num_heads,
+            GROUPS=shape.num_groups, STATES=shape.num_states, P=block, N=triton.next_power_of_2(shape.num_states),
+            num_warps=warps,
         )  # fmt: skip
 
     def out_proj(self, layer: Layer, rows: int) -> None:
         shape, scratch = self.shape, self._scratch(rows)
-        y, norm = scratch.y, None
-        if layer.gated_norm is not None:
-            norm = layer.gated_norm, shape.norm_eps
-            if shape.norm_group != shape.d_inner:
-                self._normalize(y, norm, scratch.gated, rows, shape.norm_group)
-                y, norm = scratch.gated, None
-        self._product(y, layer.out_proj, self.residual, rows, norm, scratch.gated, adds=True)
+        y = scratch.y
+        if layer.gated_norm is not None and not self._norms_on_the_way(layer, rows):
+            self._normalize(y, layer.gated_norm, shape.norm_eps, scratch.gated, rows, shape.norm_group)
+            y = scratch.gated
+        if rows > FEW:
+            assert scratch.added is not None
+            self._product(y, layer.out_proj, scratch.added, rows)
+            return
+        squares = None
+        if self._norms_on_the_way(layer, rows):
+            squares = scratch.y_squares, shape.num_heads * self._head_tile(rows)[2], shape.norm_eps
+        self._matvec(y, layer.out_proj, self.residual, rows, squares, next_norm=layer.next_norm, adds=True)
 
     def project_to_scores(self, rows: int) -> None:
-        norm = self.norm, self.shape.eps
-        self._product(self.residual, self.head, self.logits, rows, norm, self._scratch(rows).normed)
+        self._product_of_residual(self.head, self.logits, rows, self.norm, False)
 
     def _scratch(self, rows: int) -> _Scratch:
         return self._few if rows <= FEW else self._many
 
-    def _product(
-        self, x: Tensor, matrix: Matrix, out: Tensor, rows: int, norm: tuple[Tensor, float] | None = None,
-        normed: Tensor | None = None, *, conv: tuple[Layer, int] | None = None, adds: bool = False,
+    def _head_tile(self, rows: int) -> tuple[int, int, int]:
+        """Mamba-2's channels of a program, its warps, and how many programs a head has."""
+        head_dim = self.shape.d_inner // self.shape.num_heads
+        is_filled = rows * self.shape.d_inner >= 4 * 132 * HEAD_OF_MANY[0]  # four programs on each multiprocessor
+        block, warps = HEAD_OF_MANY if is_filled else HEAD_OF_FEW
+        block = min(block, triton.next_power_of_2(head_dim))
+        return block, warps, triton.cdiv(head_dim, block)
+
+    def _norms_on_the_way(self, layer: Layer, rows: int) -> bool:
+        """Whether the gated norm is prepared by the step of the recurrence."""
+        return rows <= FEW and layer.gated_norm is not None and self.shape.norm_group == self.shape.d_inner
+
+    def _x_splits(self, layer: Layer, rows: int) -> int:
+        assert layer.x_proj is not None
+        tile = self._matvec_tile if rows <= FEW else self._product_tile
+        return tile(layer.x_proj, rows, SPLITS_OF_X).splits
+
+    def _matvec_tile(self, matrix: Matrix, rows: int, most_splits: int) -> MatvecTile:
+        return matvec_tile(*matrix.weight.shape, matrix.weight.element_size(), rows, most_splits)
+
+    def _product_tile(self, matrix: Matrix, rows: int, most_splits: int) -> ProductTile:
+        sizes = *matrix.weight.shape, matrix.weight.element_size()
+        return product_tile(*sizes, self._many.projected.dtype, rows, self._is_roomy, most_splits)
+
+    def _product_of_residual(
+        self, matrix: Matrix, out: Tensor, rows: int, norm: Tensor, is_first: bool,
+        conv: tuple[Layer, int] | None = None,
     ) -> None:  # fmt: skip
-        """out = matrix x, of x's first columns; x is normalized first, into `normed` where there are many rows."""
-        outputs, inputs = matrix.weight.shape
-        layer, first = conv or (None, 0)
-        memory: tuple[Any, ...] = (None, 0, None, None)
-        constants = {"INPUTS": inputs, "OUTPUTS": outputs, "FIRST": first, "CHANNELS": 0, "WIDTH": 0, "ADD": adds}
-        if layer is not None:
-            memory = layer.window, layer.window.stride(0), layer.conv, layer.conv_bias
-            constants |= {"CHANNELS": layer.conv.shape[0], "WIDTH": layer.conv.shape[1]}
-        values = matrix.weight, matrix.scale, matrix.bias
+        """`is_first`: after the embedding; else after an out_proj."""
+        scratch, eps, out_proj = self._scratch(rows), self.shape.eps, self.layers[0].out_proj
         if rows <= FEW:
-            tile = matvec_tile(outputs, inputs, matrix.weight.element_size(), rows)
-            weight, eps = norm or (None, 0.0)
-            self._launch(
-                matvec_kernel, (triton.cdiv(outputs, tile.outputs),),
-                x, x.stride(0), weight, eps, *values, out, out.stride(-2), *memory, rows, **constants,
-                R=triton.next_power_of_2(rows), OUT=tile.outputs, K=tile.inputs, TILES=tile.tiles, num_warps=tile.warps,
-            )  # fmt: skip
+            assert scratch.weighted is not None
+            tile = self._matvec_tile(out_proj, rows, 1)
+            parts = 1 if is_first else triton.cdiv(self.shape.d_model, tile.outputs)
+            self._matvec(scratch.weighted, matrix, out, rows, (scratch.squares, parts, eps), conv=conv)
             return
-        if norm is not None:
-            assert normed is not None
-            self._normalize(x, norm, normed, rows, inputs)
-            x = normed
-        by = product_tile(outputs, inputs, matrix.weight.element_size(), x.dtype, rows, self._is_roomy)
-        splits, part = 1, inputs
-        if out.dim() == 3:
-            splits, part = out.shape[0], triton.cdiv(triton.cdiv(inputs, out.shape[0]), by.inputs) * by.inputs
+        assert scratch.normed is not None
+        assert scratch.added is not None
+        splits = 0 if is_first else self._product_tile(out_proj, rows, SPLITS_OF_OUT).splits
+        self._normalize(self.residual, norm, eps, scratch.normed, rows, self.shape.d_model, scratch.added[:splits])
+        self._product(scratch.normed, matrix, out, rows, conv=conv)
+
+    def _matvec(
+        self, x: Tensor, matrix: Matrix, out: Tensor, rows: int, squares: tuple[Any, int, float] | None = None,
+        *, conv: tuple[Layer, int] | None = None, next_norm: Tensor | None = None, adds: bool = False,
+    ) -> None:  # fmt: skip
+        """out = matrix x of few rows; `squares` (and their number, and eps) of an x that is to be normalized."""
+        outputs, inputs = matrix.weight.shape
+        is_split = out.dim() == 3
+        tile = self._matvec_tile(matrix, rows, out.shape[0] if is_split else 1)
+        sums, parts, eps = squares or (None, 1, 0.0)
+        after: tuple[Any, ...] = None, None, None, 0
+        if next_norm is not None:
+            after = next_norm, self._few.weighted, self._few.squares, self.shape.d_model
+        memory, constants = _memory(conv)
         self._launch(
-            product_kernel, (triton.cdiv(outputs, by.outputs), triton.cdiv(rows, by.rows), splits),
-            x, x.stride(0), *values, out, out.stride(-2), out.stride(0) if splits > 1 else 0, *memory, rows,
-            **constants, R=by.rows, OUT=by.outputs, K=by.inputs, SPLIT=part, num_warps=by.warps, num_stages=by.stages,
+            matvec_kernel, (triton.cdiv(outputs, tile.outputs), tile.splits),
+            x, x.stride(0), sums, 0 if sums is None else sums.stride(0), eps, matrix.weight, matrix.scale, matrix.bias,
+            out, out.stride(-2), out.stride(0) if is_split else 0, *memory, *after, rows,
+            INPUTS=inputs, OUTPUTS=outputs, PARTS=parts, **constants, ADD=adds, R=triton.next_power_of_2(rows),
+            OUT=tile.outputs, K=tile.inputs, TILES=tile.tiles,
+            SPLIT=_part(inputs, tile.splits, tile.inputs * tile.tiles), num_warps=tile.warps,
         )  # fmt: skip
 
-    def _normalize(self, x: Tensor, norm: tuple[Tensor, float], y: Tensor, rows: int, group: int) -> None:
+    def _product(
+        self, x: Tensor, matrix: Matrix, out: Tensor, rows: int, *, conv: tuple[Layer, int] | None = None
+    ) -> None:
+        """out = matrix x, of x's first columns, by tensor cores. An x or out of three dimensions is a sum of parts."""
+        outputs, inputs = matrix.weight.shape
+        is_split, x_is_split = out.dim() == 3, x.dim() == 3
+        tile = self._product_tile(matrix, rows, out.shape[0] if is_split else 1)
+        if x_is_split:  # its parts are many bytes
+            tile = tile._replace(inputs=min(32, tile.inputs), stages=1)
+        memory, constants = _memory(conv)
+        self._launch(
+            product_kernel, (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), tile.splits),
+            x, x.stride(-2), x.stride(0) if x_is_split else 0, matrix.weight, matrix.scale, matrix.bias,
+            out, out.stride(-2), out.stride(0) if is_split else 0, *memory, rows,
+            INPUTS=inputs, OUTPUTS=outputs, X_SPLITS=x.shape[0] if x_is_split else 1, **constants,
+            R=tile.rows, OUT=tile.outputs, K=tile.inputs, SPLIT=_part(inputs, tile.splits, tile.inputs),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def _normalize(
+        self, x: Tensor, norm: Tensor, eps: float, y: Tensor, rows: int, group: int, added: Tensor | None = None
+    ) -> None:
         width, block = x.shape[1], triton.next_power_of_2(group)
-        constants = {"WIDTH": width, "GROUP": group, "D": block, "num_warps": max(1, min(16, block // 256))}
-        self._launch(norm_kernel, (rows, width // group), x, norm[0], y, norm[1], **constants)
+        splits = 0 if added is None else len(added)
+        parts = (added, added.stride(0)) if added is not None and splits else (None, 0)
+        constants = {"WIDTH": width, "GROUP": group, "SPLITS": splits, "D": block}
+        warps = max(1, min(16, block // 256))
+        self._launch(norm_kernel, (rows, width // group), x, *parts, norm, y, eps, **constants, num_warps=warps)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         early = {"launch_pdl": True} if self.begins_early else {}
         kernel[grid](*arguments, **constants, EARLY=self.begins_early, **early)
+
+
+def _part(inputs: int, splits: int, unit: int) -> int:
+    """Inputs of each part."""
+    return triton.cdiv(triton.cdiv(inputs, splits), unit) * unit if splits > 1 else inputs
+
+
+def _memory(conv: tuple[Layer, int] | None) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What a product needs for a step of the convolution, whose channels are its outputs from `first` on."""
+    if conv is None:
+        return (None, 0, None, None), {"FIRST": 0, "CHANNELS": 0, "WIDTH": 0}
+    layer, first = conv
+    channels, width = layer.conv.shape
+    memory = layer.window, layer.window.stride(0), layer.conv, layer.conv_bias
+    return memory, {"FIRST": first, "CHANNELS": channels, "WIDTH": width}
 
 
 @functools.cache

@@ -28,8 +28,11 @@ def _wait_for_inputs(EARLY: tl.constexpr):
 
 
 @triton.jit
-def embedding_kernel(tokens, weight, scale, residual, WIDTH: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr):
-    """residual[r] = weight[token] scale[token]: one row a program."""
+def embedding_kernel(
+    tokens, weight, scale, residual, norm, weighted, squares, squares_row,
+    WIDTH: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """residual[r] = weight[token] scale[token]: one row a program. With a norm, also what `matvec_kernel` needs."""
     _let_next_begin(EARLY)
     row, d = tl.program_id(0), tl.arange(0, D)
     token = tl.load(tokens + row)
@@ -37,17 +40,31 @@ def embedding_kernel(tokens, weight, scale, residual, WIDTH: tl.constexpr, D: tl
     if scale is not None:
         values *= tl.load(scale + token)
     tl.store(residual + row * WIDTH + d, values, mask=d < WIDTH)
+    if norm is not None:
+        norms = tl.load(norm + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+        tl.store(weighted + row * WIDTH + d, values * norms, mask=d < WIDTH)
+        tl.store(squares + row * squares_row, tl.sum(values * values, axis=0))
 
 
 @triton.jit
-def norm_kernel(x, weight, y, eps, WIDTH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr):
-    """y = rms(x) weight: one group of channels of a row a program. x and y (rows, WIDTH) are contiguous."""
+def norm_kernel(
+    x, added, added_split, weight, y, eps,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """x += the sum of `added`, where there are any SPLITS of it; y = rms(x) weight.
+
+    One group of channels of a row a program. x, y and each part of `added` (rows, WIDTH) are contiguous.
+    """
     _let_next_begin(EARLY)
     group, d = tl.program_id(1), tl.arange(0, D)
     offset = tl.program_id(0) * WIDTH + group * GROUP + d
     weights = tl.load(weight + group * GROUP + d, mask=d < GROUP, other=0.0).to(tl.float32)
     _wait_for_inputs(EARLY)
     values = tl.load(x + offset, mask=d < GROUP, other=0.0).to(tl.float32)
+    for i in tl.static_range(SPLITS):
+        values += tl.load(added + i * added_split + offset, mask=d < GROUP, other=0.0)
+    if SPLITS > 0:
+        tl.store(x + offset, values, mask=d < GROUP)
     values *= tl.rsqrt(tl.sum(values * values, axis=0) / GROUP + eps) * weights
     tl.store(y + offset, values, mask=d < GROUP)
 
@@ -102,14 +119,15 @@ def _convolved(
 
 @triton.jit
 def _load_tiles(
-    weight, output, first, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
-):
+    weight, output, first,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
     """TILES tiles (outputs, K) of a matrix from column `first` on, all under way at once."""
     tiles = ()
     for i in tl.static_range(TILES):
         k = first + i * K + tl.arange(0, K)
         mask = (output < OUTPUTS)[:, None]
-        if INPUTS % (K * TILES) != 0:
+        if not IS_EVEN:
             mask = mask & (k < INPUTS)[None, :]
         pointer = weight + output[:, None].to(tl.int64) * INPUTS + k[None, :]
         tile = tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -118,99 +136,111 @@ def _load_tiles(
 
 
 @triton.jit
-def _norm_tiles(norm, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr):
-    """The norm's weights (1, K) of the same columns; none where there is no norm."""
-    tiles = ()
-    if norm is not None:
-        for i in tl.static_range(TILES):
-            k = (first + i * K + tl.arange(0, K))[None, :]
-            tiles = tiles + (tl.load(norm + k, mask=k < INPUTS, other=0.0),)  # noqa: RUF005
-    return tiles
-
-
-@triton.jit
 def _add_tiles(
-    total, square, tiles, x, norms, exists, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
+    total, tiles, x, exists, first, INPUTS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, IS_EVEN: tl.constexpr
 ):
     """Of one row, which exists or is zeros."""
     for i in tl.static_range(TILES):
         k = (first + i * K + tl.arange(0, K))[None, :]
         mask = exists
-        if INPUTS % (K * TILES) != 0:
+        if not IS_EVEN:
             mask = exists & (k < INPUTS)
-        xs = tl.load(x + k, mask=mask, other=0.0).to(tl.float32)
-        if len(norms) > 0:
-            square += xs * xs
-            xs *= norms[i].to(tl.float32)
-        total += tiles[i].to(tl.float32) * xs
-    return total, square
+        total += tiles[i].to(tl.float32) * tl.load(x + k, mask=mask, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
 def matvec_kernel(
-    x, x_row, norm, eps, weight, scale, bias, out, out_row, window, window_row, conv, conv_bias, rows,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, x_row, squares, squares_row, eps, weight, scale, bias, out, out_row, out_split, window, window_row,
+    conv, conv_bias, next_norm, weighted, next_squares, next_squares_row, rows,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All of at most R rows times OUT outputs a program; the inputs are normalized first where there is a norm.
+    """All of at most R rows times OUT outputs a program, over SPLIT of the inputs (a multiple of K TILES, or all).
 
-    rms(x) norm W = (x norm W) / sqrt(mean x² + eps): the mean is summed beside the product. K must be less than the
-    number of threads: then each loads what it needs of x, and weights stay in the registers that they are loaded to.
+    A norm of the inputs is rms(x) norm W = (x norm W) / sqrt(mean x² + eps). Whoever wrote x wrote x norm, and the sum
+    of squares of what it had: PARTS of them (rows, PARTS) are summed here. In the same way this kernel prepares the
+    next norm. K must be less than the number of threads: then each loads what it needs of x, and weights stay in the
+    registers that they are loaded to.
     """
     _let_next_begin(EARLY)
+    IS_EVEN: tl.constexpr = INPUTS % SPLIT + SPLIT % (K * TILES) == 0
     output = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exists = output < OUTPUTS
-    tiles = _load_tiles(weight, output, 0, OUTPUTS, INPUTS, K, TILES)
-    norms = _norm_tiles(norm, 0, INPUTS, K, TILES)
+    begin = tl.program_id(1) * SPLIT
+    tiles = _load_tiles(weight, output, begin, OUTPUTS, INPUTS, K, TILES, IS_EVEN)
     taps = _conv_weights(output, conv, conv_bias, FIRST, CHANNELS, WIDTH)
     windows = ()
     for row in tl.static_range(R):
         inputs = _window(row, output, exists & (row < rows), window, window_row, FIRST, CHANNELS, WIDTH)
         windows = windows + (inputs,)  # noqa: RUF005
+    if scale is not None:
+        factors = tl.load(scale + output, mask=exists, other=0.0)
+    if bias is not None:
+        biases = tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+    if next_norm is not None:
+        norms = tl.load(next_norm + output, mask=exists, other=0.0).to(tl.float32)
     _wait_for_inputs(EARLY)
-    totals, squares = (), ()
-    for row in tl.static_range(R):
-        total, square = tl.zeros([OUT, K], tl.float32), tl.zeros([1, K], tl.float32)
-        total, square = _add_tiles(total, square, tiles, x + row * x_row, norms, row < rows, 0, INPUTS, K, TILES)
-        totals, squares = totals + (total,), squares + (square,)  # noqa: RUF005
-    for first in tl.range(K * TILES, INPUTS, K * TILES):
-        tiles = _load_tiles(weight, output, first, OUTPUTS, INPUTS, K, TILES)
-        norms = _norm_tiles(norm, first, INPUTS, K, TILES)
-        new_totals, new_squares = (), ()
+    target = out + tl.program_id(1) * out_split + output
+    before = ()
+    if ADD:
         for row in tl.static_range(R):
-            total, square = _add_tiles(
-                totals[row], squares[row], tiles, x + row * x_row, norms, row < rows, first, INPUTS, K, TILES
-            )
-            new_totals, new_squares = new_totals + (total,), new_squares + (square,)  # noqa: RUF005
-        totals, squares = new_totals, new_squares
+            value = tl.load(target + row * out_row, mask=exists & (row < rows), other=0.0)
+            before = before + (value,)  # noqa: RUF005
+    sums = ()
+    if squares is not None:
+        part = tl.arange(0, triton.next_power_of_2(PARTS))
+        for row in tl.static_range(R):
+            mask = (part < PARTS) & (row < rows)
+            sums = sums + (tl.load(squares + row * squares_row + part, mask=mask, other=0.0),)  # noqa: RUF005
+    totals = ()
+    for row in tl.static_range(R):
+        total = tl.zeros([OUT, K], tl.float32)
+        total = _add_tiles(total, tiles, x + row * x_row, row < rows, begin, INPUTS, K, TILES, IS_EVEN)
+        totals = totals + (total,)  # noqa: RUF005
+    for done in tl.range(K * TILES, SPLIT, K * TILES):
+        first = begin + done
+        tiles = _load_tiles(weight, output, first, OUTPUTS, INPUTS, K, TILES, IS_EVEN)
+        new_totals = ()
+        for row in tl.static_range(R):
+            total = _add_tiles(totals[row], tiles, x + row * x_row, row < rows, first, INPUTS, K, TILES, IS_EVEN)
+            new_totals = new_totals + (total,)  # noqa: RUF005
+        totals = new_totals
     for row in tl.static_range(R):
         mask = exists & (row < rows)
-        target = out + row * out_row + output
         values = tl.sum(totals[row], axis=1)
-        if norm is not None:
-            values *= tl.rsqrt(tl.sum(squares[row], axis=1) / INPUTS + eps)
+        if squares is not None:
+            values *= tl.rsqrt(tl.sum(sums[row], axis=0) / INPUTS + eps)
         if scale is not None:
-            values *= tl.load(scale + output, mask=exists, other=0.0)
+            values *= factors
         if bias is not None:
-            values += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+            values += biases
         if WIDTH > 0:
             values = _convolved(
                 values, row, output, mask, windows[row], taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
             )
         if ADD:
-            values += tl.load(target, mask=mask, other=0.0)
-        tl.store(target, values, mask=mask)
+            values += before[row]
+        tl.store(target + row * out_row, values, mask=mask)
+        if next_norm is not None:
+            tl.store(weighted + row * OUTPUTS + output, values * norms, mask=mask)
+            values = tl.where(mask, values, 0.0)
+            place = next_squares + row * next_squares_row + tl.program_id(0)
+            tl.store(place, tl.sum(values * values, axis=0), mask=row < rows)
 
 
 @triton.jit
 def product_kernel(
-    x, x_row, weight, scale, bias, out, out_row, out_split, window, window_row, conv, conv_bias, rows,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    x, x_row, x_split, weight, scale, bias, out, out_row, out_split, window, window_row, conv, conv_bias, rows,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, X_SPLITS: tl.constexpr,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R rows times OUT outputs by tensor cores a program, over SPLIT of the inputs (a multiple of K, or all)."""
+    """R rows times OUT outputs by tensor cores a program, over SPLIT of the inputs (a multiple of K, or all).
+
+    x is the sum of X_SPLITS parts.
+    """
     _let_next_begin(EARLY)
     output, row = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.program_id(1) * R + tl.arange(0, R)
     begin = tl.program_id(2) * SPLIT
@@ -223,8 +253,13 @@ def product_kernel(
             w_mask, x_mask = w_mask & (k < INPUTS)[None, :], x_mask & (k < INPUTS)[:, None]
         w_pointer = weight + output[:, None].to(tl.int64) * INPUTS + k[None, :]
         ws = tl.load(w_pointer, mask=w_mask, other=0.0, eviction_policy="evict_first")
-        xs = tl.load(x + k[:, None] + row[None, :] * x_row, mask=x_mask, other=0.0)
-        total = tl.dot(ws.to(xs.dtype), xs, total, input_precision="ieee")
+        x_pointer = x + k[:, None] + row[None, :] * x_row
+        xs = tl.load(x_pointer, mask=x_mask, other=0.0)
+        for i in tl.static_range(1, X_SPLITS):
+            xs += tl.load(x_pointer + i * x_split, mask=x_mask, other=0.0)
+        if ws.dtype == tl.int8:
+            ws = ws.to(xs.dtype)
+        total = tl.dot(ws, xs.to(ws.dtype), total, input_precision="ieee")
     row, output = row[None, :].to(tl.int64), output[:, None]
     exists = output < OUTPUTS
     mask = exists & (row < rows)
@@ -239,8 +274,6 @@ def product_kernel(
         total = _convolved(
             total, row, output, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
         )  # fmt: skip
-    if ADD:
-        total += tl.load(target, mask=mask, other=0.0)
     tl.store(target, total, mask=mask)
 
 
@@ -262,13 +295,14 @@ def _unit_rms(values, size, eps):
 
 @triton.jit
 def mamba1_state_kernel(
-    projected, selected, selected_split, dt_proj, dt_bias, A_log, D, state, state_row, y, eps, rows,
+    projected, selected, selected_split, given_dt, dt_proj, dt_bias, A_log, D, state, state_row, y, eps, rows,
     INNER: tl.constexpr, RANK: tl.constexpr, STATES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
-    BY_DOT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, J: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, J: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dt = softplus(dt_proj(selected)); state = exp(dt A) state + dt x B; y = (state C + D x) silu(z).
 
-    R rows and C channels a program. projected (rows, 2 INNER) is x after its convolution, and z.
+    R rows and C channels a program. projected (rows, 2 INNER) is x after its convolution, and z. dt_proj's product is
+    given_dt (rows, INNER), or it is made here.
     """
     _let_next_begin(EARLY)
     SIZE: tl.constexpr = RANK + 2 * STATES
@@ -276,11 +310,12 @@ def mamba1_state_kernel(
     n = tl.arange(0, N)
     exists = (channel < INNER)[:, None]
     dt_weights = ()
-    for first in tl.static_range(0, RANK, J):
-        j = first + tl.arange(0, J)
-        mask = exists & (j < RANK)[None, :]
-        tile = tl.load(dt_proj + channel[:, None] * RANK + j[None, :], mask=mask, other=0.0)
-        dt_weights = dt_weights + (tile,)  # noqa: RUF005
+    if given_dt is None:
+        for first in tl.static_range(0, RANK, J):
+            j = first + tl.arange(0, J)
+            mask = exists & (j < RANK)[None, :]
+            tile = tl.load(dt_proj + channel[:, None] * RANK + j[None, :], mask=mask, other=0.0)
+            dt_weights = dt_weights + (tile,)  # noqa: RUF005
     A_place = A_log + channel[None, :, None] * STATES + n[None, None, :]
     A = -tl.exp(tl.load(A_place, mask=exists[None, :, :] & (n < STATES)[None, None, :], other=0.0))
     bias = tl.load(dt_bias + channel, mask=channel < INNER, other=0.0)
@@ -298,14 +333,15 @@ def mamba1_state_kernel(
     if NORM:
         Bs, Cs = _unit_rms(Bs, STATES, eps), _unit_rms(Cs, STATES, eps)
     dt, square = tl.zeros([R, C], tl.float32), tl.zeros([R, 1], tl.float32)
-    for i in tl.static_range((RANK + J - 1) // J):
-        low = _selected(selected, selected_split, row, rows, 0, RANK, i * J + tl.arange(0, J), SIZE, SPLITS)
-        if NORM:  # rms(low) W = (low W) / sqrt(mean low² + eps)
-            square += tl.sum(low * low, axis=1, keep_dims=True)
-        if BY_DOT:
-            dt = tl.dot(low.to(dt_weights[i].dtype), tl.trans(dt_weights[i]), dt, input_precision="ieee")
-        else:
-            dt += tl.sum(low[:, None, :] * dt_weights[i].to(tl.float32)[None, :, :], axis=2)
+    if given_dt is not None:
+        dt += tl.load(given_dt + row[:, None] * INNER + channel[None, :], mask=mask, other=0.0)
+    if NORM or given_dt is None:
+        for i in tl.static_range((RANK + J - 1) // J):
+            low = _selected(selected, selected_split, row, rows, 0, RANK, i * J + tl.arange(0, J), SIZE, SPLITS)
+            if NORM:  # rms(low) W = (low W) / sqrt(mean low² + eps)
+                square += tl.sum(low * low, axis=1, keep_dims=True)
+            if given_dt is None:
+                dt += tl.sum(low[:, None, :] * dt_weights[i].to(tl.float32)[None, :, :], axis=2)
     if NORM:
         dt *= tl.rsqrt(square / RANK + eps)
     dt = softplus(dt + bias[None, :])
@@ -317,13 +353,13 @@ def mamba1_state_kernel(
 
 @triton.jit
 def mamba2_state_kernel(
-    projected, dt_bias, A_log, D, state, state_row, y, dt_low, dt_high,
+    projected, dt_bias, A_log, D, state, state_row, y, norm, squares, squares_row, dt_low, dt_high,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATES: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """state = exp(dt A) state + dt x B; y = (state C + D x) silu(z): P channels of a head of a row a program.
 
-    projected (rows, …) is z; x, B and C after their convolution; dt.
+    projected (rows, …) is z; x, B and C after their convolution; dt. With a norm, y is what `matvec_kernel` needs.
     """
     _let_next_begin(EARLY)
     INNER: tl.constexpr = HEADS * HEAD_DIM
@@ -335,6 +371,8 @@ def mamba2_state_kernel(
     mask = (p < HEAD_DIM)[:, None] & (n < STATES)[None, :]
     states = tl.load(place, mask=mask, other=0.0)
     A, bias, skip = -tl.exp(tl.load(A_log + head)), tl.load(dt_bias + head), tl.load(D + head)
+    if norm is not None:
+        norms = tl.load(norm + channel, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
     _wait_for_inputs(EARLY)
     first = projected + row * SIZE
     dt = softplus(tl.load(first + SIZE - HEADS + head).to(tl.float32) + bias)
@@ -346,8 +384,13 @@ def mamba2_state_kernel(
     Cs = tl.load(of_group + GROUPS * STATES, mask=n < STATES, other=0.0).to(tl.float32)
     states = tl.exp(dt * A) * states + (dt * xs)[:, None] * Bs[None, :]
     tl.store(place, states, mask=mask)
-    ys = tl.sum(states * Cs[None, :], axis=1) + skip * xs
-    tl.store(y + row * INNER + channel, ys * gates * tl.sigmoid(gates), mask=p < HEAD_DIM)
+    ys = (tl.sum(states * Cs[None, :], axis=1) + skip * xs) * gates * tl.sigmoid(gates)
+    if norm is not None:
+        kept = tl.where(p < HEAD_DIM, ys, 0.0)
+        part = head * tl.num_programs(0) + tl.program_id(0)
+        tl.store(squares + row * squares_row + part, tl.sum(kept * kept, axis=0))
+        ys *= norms
+    tl.store(y + row * INNER + channel, ys, mask=p < HEAD_DIM)
 
 
 @triton.jit
