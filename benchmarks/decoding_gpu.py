@@ -196,8 +196,8 @@ def product_tiles(name: str) -> list[decode.ProductTile]:
     narrow = [(16, 128, 4, 5), (32, 128, 4, 5)]
     tiles, splits = {
         "x_proj": ([*narrow, *wide[:2]], (2, 4)),
-        "dt_proj": ([(outputs, 32, warps, 1) for outputs in (16, 32, 64) for warps in (4, 8)], (1,)),
-        "out_proj": ([*wide, narrow[1]], (2, 4, 8)),
+        "dt_proj": (list(itertools.product((32, 64), (32,), (4, 8), (1, 2, 3))), (1,)),
+        "out_proj": ([*wide, narrow[1]], (1, 2, 4)),
     }.get(name, ([*wide, *narrow, (128, 128, 8, 3)], (1,)))
     return [decode.ProductTile(64, *tile, parts) for tile in tiles for parts in splits]
 

@@ -244,7 +244,9 @@ class GraphReader:
                 return self._result(self._read(*held))
             graph, outputs = captured
             graph.replay()
-            return self._result([output.clone() for output in outputs])  # the next replay writes over them
+            if len(tokens) == 1:  # several rows are taken apart, which copies them, before a replay writes over them
+                outputs = [output.clone() for output in outputs]
+            return self._result(outputs)
 
     def _read(self, tokens: Tensor, doc_ids: Tensor) -> list[Tensor]:
         """Logits, and of each kind of memory that of all layers (B, layers, …)."""

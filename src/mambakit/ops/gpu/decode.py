@@ -54,7 +54,7 @@ from .decode_kernels import (
 from .device import is_roomy
 
 FEW = 4  # rows
-SPLITS_OF_X, SPLITS_OF_OUT = 4, 8  # parts that x_proj and out_proj have at most, by their inputs
+SPLITS_OF_X, SPLITS_OF_OUT = 4, 4  # parts that x_proj and out_proj have at most, by their inputs
 SCORES_AT_ONCE = 1024  # of which a program takes the best
 PROGRAMS = 128  # that a product has at least, where its sizes allow it: one on each multiprocessor
 
@@ -120,35 +120,55 @@ class ProductTile(NamedTuple):
     splits: int = 1
 
 
-# The fastest tiles as `benchmarks/decoding_gpu.py --tune` measures them, by (outputs, inputs, bytes of a weight): for
-# one row, and for 33 to 64. Other matrices and numbers of rows have those of the functions below.
-MEASURED: dict[tuple[int, int, int], MatvecTile] = {}
-MEASURED_FOR_64: dict[tuple[int, int, int], ProductTile] = {}
+# The fastest tiles as `benchmarks/decoding_gpu.py --tune` measured them on an H200, by (outputs, inputs, bytes of a
+# weight): for one row, and for 33 to 64. Other matrices and numbers of rows have those of the functions below.
+MEASURED: dict[tuple[int, int, int], MatvecTile] = {
+    (3072, 768, 2): MatvecTile(8, 128, 6, 8),
+    (3352, 768, 2): MatvecTile(8, 128, 6, 8),
+    (80, 1536, 2): MatvecTile(4, 64, 6, 4, 4),
+    (768, 1536, 2): MatvecTile(4, 64, 24, 4),
+    (50280, 768, 2): MatvecTile(4, 64, 6, 4),
+    (50288, 768, 2): MatvecTile(4, 64, 6, 4),
+    (10240, 2560, 2): MatvecTile(4, 128, 20, 8),
+    (10576, 2560, 2): MatvecTile(4, 128, 20, 8),
+    (192, 5120, 2): MatvecTile(8, 128, 10, 8, 4),
+    (2560, 5120, 2): MatvecTile(4, 128, 20, 8),
+    (50280, 2560, 2): MatvecTile(8, 128, 10, 8),
+    (50288, 2560, 2): MatvecTile(4, 64, 8, 4),
+    (2560, 5120, 1): MatvecTile(4, 128, 40, 8),
+}
+MEASURED_FOR_64: dict[tuple[int, int, int], ProductTile] = {
+    (3072, 768, 2): ProductTile(64, 64, 128, 4, 4),
+    (3352, 768, 2): ProductTile(64, 64, 128, 4, 4),
+    (80, 1536, 2): ProductTile(64, 16, 128, 4, 5, 4),
+    (1536, 48, 2): ProductTile(64, 64, 32, 8, 1),
+    (768, 1536, 2): ProductTile(64, 64, 128, 4, 4, 4),
+    (10240, 2560, 2): ProductTile(64, 64, 64, 4, 4),
+    (10576, 2560, 2): ProductTile(64, 64, 64, 4, 4),
+    (192, 5120, 2): ProductTile(64, 64, 128, 4, 4, 4),
+    (5120, 160, 2): ProductTile(64, 64, 32, 4, 1),
+    (2560, 5120, 2): ProductTile(64, 64, 128, 4, 4, 2),
+}
 # Of the steps of the recurrences: (rows, channels, warps) of Mamba-1, and (channels of a head, warps) of Mamba-2.
-CHANNELS_OF_FEW, CHANNELS_OF_MANY = (1, 16, 4), (4, 32, 4)
+CHANNELS_OF_FEW, CHANNELS_OF_MANY = (1, 16, 4), (4, 16, 2)
 HEAD_OF_FEW, HEAD_OF_MANY = (8, 8), (32, 8)
 
 
 @functools.cache
 def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int, most_splits: int = 1) -> MatvecTile:
-    """Where outputs are few, small programs of small tiles.
-
-    Weights under way are kept in registers. A thread has 64, or 32 where there are several rows; or 128 bytes of them
-    where programs are so few that two on a multiprocessor are enough.
+    """Weights under way are kept in registers: a thread has 128 bytes of them, or 32 weights where there are several
+    rows. With one row that is often all that a program reads. Where outputs are few, inputs are split.
     """
     measured = MEASURED.get((outputs, inputs, weight_bytes))
     if rows == 1 and measured is not None and measured.splits <= most_splits:
         return measured
-    warps = 8 if outputs >= 8 * PROGRAMS else 4
-    block = 16
-    while block > 4 and outputs < 4 * block * PROGRAMS:
-        block //= 2
+    block, warps = 8, 8
     width = min(16 * warps, max(16, triton.next_power_of_2(inputs)))
     programs, splits = triton.cdiv(outputs, block), 1
-    while 2 * splits <= most_splits and 2 * splits * programs <= PROGRAMS and inputs % (8 * splits * width) == 0:
+    while 2 * splits <= most_splits and 2 * splits * programs <= PROGRAMS and inputs % (4 * splits * width) == 0:
         splits *= 2
     count, of_a_thread = triton.cdiv(inputs // splits, width), max(1, block * width // (32 * warps))
-    most = 32 if rows > 1 else 64 if programs > 2 * PROGRAMS else 128 // weight_bytes
+    most = 32 if rows > 1 else 128 // weight_bytes
     tiles = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_a_thread <= most))
     return MatvecTile(block, width, tiles, warps, splits)
 
@@ -156,7 +176,7 @@ def matvec_tile(outputs: int, inputs: int, weight_bytes: int, rows: int, most_sp
 @functools.cache
 def product_tile(
     outputs: int, inputs: int, weight_bytes: int, dtype: torch.dtype, rows: int, roomy: bool = True,
-    most_splits: int = 1,
+    most_splits: int = 1, x_is_split: bool = False,
 ) -> ProductTile:  # fmt: skip
     """`roomy`: a block may have 160 KB of shared memory; else 99, and fewer tiles are under way."""
     measured = MEASURED_FOR_64.get((outputs, inputs, weight_bytes))
@@ -169,6 +189,8 @@ def product_tile(
     else:
         width = min(64 if block == 64 else 128, max(16, triton.next_power_of_2(inputs)))
         tile = ProductTile(block_rows, block, width, 4, 3 if not roomy else 4 if block == 64 else 5)
+    if x_is_split:  # its parts are many bytes
+        tile = tile._replace(inputs=min(32, tile.inputs), stages=1)
     programs = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, block_rows)
     splits = max(1, min(most_splits, PROGRAMS // programs, inputs // (2 * tile.inputs)))
     return tile._replace(splits=splits)
@@ -343,9 +365,9 @@ class TokenKernels:
     def _matvec_tile(self, matrix: Matrix, rows: int, most_splits: int) -> MatvecTile:
         return matvec_tile(*matrix.weight.shape, matrix.weight.element_size(), rows, most_splits)
 
-    def _product_tile(self, matrix: Matrix, rows: int, most_splits: int) -> ProductTile:
+    def _product_tile(self, matrix: Matrix, rows: int, most_splits: int, x_is_split: bool = False) -> ProductTile:
         sizes = *matrix.weight.shape, matrix.weight.element_size()
-        return product_tile(*sizes, self._many.projected.dtype, rows, self._is_roomy, most_splits)
+        return product_tile(*sizes, self._many.projected.dtype, rows, self._is_roomy, most_splits, x_is_split)
 
     def _product_of_residual(
         self, matrix: Matrix, out: Tensor, rows: int, norm: Tensor, is_first: bool,
@@ -393,9 +415,7 @@ class TokenKernels:
         """out = matrix x, of x's first columns, by tensor cores. An x or out of three dimensions is a sum of parts."""
         outputs, inputs = matrix.weight.shape
         is_split, x_is_split = out.dim() == 3, x.dim() == 3
-        tile = self._product_tile(matrix, rows, out.shape[0] if is_split else 1)
-        if x_is_split:  # its parts are many bytes
-            tile = tile._replace(inputs=min(32, tile.inputs), stages=1)
+        tile = self._product_tile(matrix, rows, out.shape[0] if is_split else 1, x_is_split)
         memory, constants = _memory(conv)
         self._launch(
             product_kernel, (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), tile.splits),
