@@ -130,8 +130,9 @@ def test_the_kernels_scale_as_the_formula_does(shape: tuple[int, int], monkeypat
     monkeypatch.setattr(gpu, "BITS", torch.float32)
     matrix = torch.randn(shape[0], shape[1] + 8)[:, : shape[1]] * torch.logspace(-20, 20, shape[0])[:, None]
     matrix[0, 3:] = 0
-    for kernel, right in ((gpu.rounded_rows, matrix), (gpu.rounded_columns, matrix.t())):
-        values, scale = kernel(matrix)
+    by_rows, by_columns = gpu.rounded_both(matrix)
+    ways = (gpu.rounded_rows(matrix), matrix), (by_rows, matrix), (gpu.rounded_columns(matrix), matrix.t())
+    for (values, scale), right in (*ways, (by_columns, matrix.t())):
         peak = right.abs().amax(1).clamp(min=1e-30)
         assert torch.equal(scale, peak / 448)
         assert torch.equal(values[:, : right.shape[1]], right * (torch.full_like(peak, 448) / peak)[:, None])
@@ -146,8 +147,8 @@ def test_a_gpu_computes_what_the_cpu_does(shape: tuple[int, int, int]) -> None:
     gpu = importlib.import_module("mambakit.ops.gpu.fp8_linear")
     x, weight, bias = (each.detach().bfloat16() for each in inputs(*shape, outputs=528))
     rows = x.flatten(0, 1)
-    for name in ("rounded_rows", "rounded_columns"):
-        (bits, scale), (right, right_scale) = getattr(gpu, name)(rows.cuda()), getattr(fp8, name)(rows)
+    on_gpu = gpu.rounded_rows(rows.cuda()), gpu.rounded_columns(rows.cuda()), *gpu.rounded_both(rows.cuda())
+    for (bits, scale), (right, right_scale) in zip(on_gpu, 2 * fp8.rounded_both(rows), strict=True):
         assert torch.equal(bits[:, : right.shape[1]].float().cpu(), right.float()) and torch.equal(
             scale.cpu(), right_scale
         )

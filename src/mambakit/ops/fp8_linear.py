@@ -67,6 +67,11 @@ def rounded_columns(matrix: Tensor) -> Rounded:
     return rounded_rows(matrix.t())
 
 
+def rounded_both(matrix: Tensor) -> tuple[Rounded, Rounded]:
+    """By rows and by columns."""
+    return rounded_rows(matrix), rounded_columns(matrix)
+
+
 def product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
     """a b^T."""
     with without_autocast(a.bits):
@@ -78,6 +83,7 @@ class Ways(NamedTuple):
 
     rows: Callable[[Tensor], Rounded] = rounded_rows
     columns: Callable[[Tensor], Rounded] = rounded_columns
+    both: Callable[[Tensor], tuple[Rounded, Rounded]] = rounded_both
     product: Callable[[Rounded, Rounded, torch.dtype], Tensor] = product
 
 
@@ -108,8 +114,9 @@ def backward(inputs: Inputs, dy: Tensor, ways: Ways) -> tuple[Tensor, Tensor, Te
     """Gradients of x, weight and bias, in x's dtype."""
     x, weight, bias = inputs
     flat = _rows(dy)
-    dx = ways.product(ways.rows(flat), ways.columns(weight), x.dtype).view(x.shape)
-    dweight = ways.product(ways.columns(flat), ways.columns(_rows(x)), x.dtype)
+    by_rows, by_columns = ways.both(flat)
+    dx = ways.product(by_rows, ways.columns(weight), x.dtype).view(x.shape)
+    dweight = ways.product(by_columns, ways.columns(_rows(x)), x.dtype)
     return dx, dweight, flat.float().sum(0) if bias is not None else None
 
 

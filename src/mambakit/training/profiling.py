@@ -55,7 +55,7 @@ KERNELS = {
     r"conv_(forward|backward)": "convolution",
     r"_(forward|backward)_kernel": "norm",
     r"_(loss|scale)_kernel": "cross entropy",
-    r"_(rows|peaks|columns)_kernel": "rounding to eight bits",
+    r"_(rows|peaks|turn)_kernel": "rounding to eight bits",
     r"embedding_": "embedding",
     r".*(gemm|cutlass|nvjet|xmma|gemv)": "matrix products",
     r".*(FusedAdam|multi_tensor_apply)": "optimizer",

@@ -2,7 +2,7 @@
 
 The product takes both factors with what is summed over in adjacent memory. So a matrix that is summed over its columns
 is written transposed. The peak of a row is found by the program that rounds it; the peak of a column by many programs,
-as the largest of integers, which is the same in any order.
+as the largest of integers, which is the same in any order, and so are both where both are asked for.
 """
 
 from __future__ import annotations
@@ -48,34 +48,56 @@ def _rows_kernel(
 
 @triton.jit
 def _peaks_kernel(
-    x: tl.tensor, stride: tl.tensor, peaks: tl.tensor, rows: tl.tensor, columns: tl.tensor, SIDE: tl.constexpr
-) -> None:
-    row = (tl.program_id(0) * SIDE + tl.arange(0, SIDE))[:, None].to(tl.int64)
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    inside = (row < rows) & (column[None, :] < columns)
-    values = tl.load(x + row * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=0)  # numbers of at least 0 are in the order of their bits
-    tl.atomic_max(peaks + column, largest.to(tl.int32, bitcast=True), mask=column < columns)
-
-
-@triton.jit
-def _columns_kernel(
-    x: tl.tensor, stride: tl.tensor, peaks: tl.tensor, bits: tl.tensor, scale: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, width: tl.tensor,
-    LARGEST: tl.constexpr, LEAST: tl.constexpr, SIDE: tl.constexpr,
+    x: tl.tensor, stride: tl.tensor, row_peaks: tl.tensor, peaks: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    SIDE: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Of columns, and of rows where they are asked for. Numbers of at least 0 are in the order of their bits."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     values = tl.load(x + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    peak = tl.load(peaks + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
-    peak = tl.maximum(peak, LEAST)
+    values = tl.abs(values)
+    tl.atomic_max(peaks + column, tl.max(values, axis=0).to(tl.int32, bitcast=True), mask=column < columns)
+    if row_peaks is not None:
+        tl.atomic_max(row_peaks + row, tl.max(values, axis=1).to(tl.int32, bitcast=True), mask=row < rows)
+
+
+@triton.jit
+def _scaled(
+    values: tl.tensor, peaks: tl.tensor, scale: tl.tensor, place: tl.tensor, exists: tl.tensor, is_first: tl.tensor,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, SIDE: tl.constexpr, AXIS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The values over the scale of their row (axis 1) or column (axis 0), which the first program writes."""
+    peak = tl.maximum(tl.load(peaks + place, mask=exists, other=0).to(tl.float32, bitcast=True), LEAST)
     most = tl.full([SIDE], LARGEST, tl.float32)
-    if tl.program_id(0) == 0:
-        tl.store(scale + column, tl.div_rn(peak, most), mask=column < columns)
-    turned = tl.trans((values * tl.div_rn(most, peak)[None, :]).to(bits.dtype.element_ty))
+    if is_first:
+        tl.store(scale + place, tl.div_rn(peak, most), mask=exists)
+    return values * tl.expand_dims(tl.div_rn(most, peak), AXIS)
+
+
+@triton.jit
+def _turn_kernel(
+    x: tl.tensor, stride: tl.tensor, row_peaks: tl.tensor, row_bits: tl.tensor, row_scale: tl.tensor,
+    peaks: tl.tensor, bits: tl.tensor, scale: tl.tensor, rows: tl.tensor, columns: tl.tensor, width: tl.tensor,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, SIDE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Rounds by columns, transposed, and by rows where that is asked for."""
+    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    values = tl.load(x + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    by_column = _scaled(
+        values, peaks, scale, column, column < columns, tl.program_id(0) == 0, LARGEST, LEAST, SIDE, AXIS=0
+    )
+    turned = tl.trans(by_column.to(bits.dtype.element_ty))
     place = column[:, None].to(tl.int64) * width + row[None, :]
     tl.store(bits + place, turned, mask=(column[:, None] < columns) & (row[None, :] < width))
+    if row_peaks is not None:
+        by_row = _scaled(
+            values, row_peaks, row_scale, row, row < rows, tl.program_id(1) == 0, LARGEST, LEAST, SIDE, AXIS=1
+        )
+        place = row[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(row_bits + place, by_row.to(row_bits.dtype.element_ty), mask=inside)
 
 
 def rounded_rows(matrix: Tensor) -> Rounded:
@@ -93,19 +115,33 @@ def rounded_rows(matrix: Tensor) -> Rounded:
 
 def rounded_columns(matrix: Tensor) -> Rounded:
     """q of the transpose of a matrix (R, K), with zeros until R is a multiple of 16."""
+    return _turned(matrix, None)
+
+
+def rounded_both(matrix: Tensor) -> tuple[Rounded, Rounded]:
+    """By rows and by columns, in half the reads."""
+    rows, columns = matrix.shape
+    bits = torch.empty(rows, columns, dtype=BITS, device=matrix.device)
+    by_rows = Rounded(bits, torch.empty(rows, device=matrix.device))
+    return by_rows, _turned(matrix, by_rows)
+
+
+def _turned(matrix: Tensor, by_rows: Rounded | None) -> Rounded:
     matrix = _with_unit_stride(matrix)
     rows, columns = matrix.shape
     width = triton.cdiv(rows, MULTIPLE) * MULTIPLE
-    bits = torch.empty(columns, width, dtype=BITS, device=matrix.device)
-    scale = torch.empty(columns, device=matrix.device)
+    found = Rounded(
+        torch.empty(columns, width, dtype=BITS, device=matrix.device), torch.empty(columns, device=matrix.device)
+    )
     peaks = torch.zeros(columns, dtype=torch.int32, device=matrix.device)
+    row_peaks = None if by_rows is None else torch.zeros(rows, dtype=torch.int32, device=matrix.device)
     grid = triton.cdiv(width, SQUARE), triton.cdiv(columns, SQUARE)
-    _peaks_kernel[grid](matrix, matrix.stride(0), peaks, rows, columns, SIDE=SQUARE)
-    _columns_kernel[grid](
-        matrix, matrix.stride(0), peaks, bits, scale, rows, columns, width,
+    _peaks_kernel[grid](matrix, matrix.stride(0), row_peaks, peaks, rows, columns, SIDE=SQUARE)
+    _turn_kernel[grid](
+        matrix, matrix.stride(0), row_peaks, *(by_rows or (None, None)), peaks, *found, rows, columns, width,
         LARGEST=LARGEST, LEAST=LEAST_PEAK, SIDE=SQUARE,
     )  # fmt: skip
-    return Rounded(bits, scale)
+    return found
 
 
 def product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
@@ -119,4 +155,4 @@ def _with_unit_stride(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-WAYS = Ways(rounded_rows, rounded_columns, product)
+WAYS = Ways(rounded_rows, rounded_columns, rounded_both, product)
