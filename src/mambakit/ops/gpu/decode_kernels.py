@@ -245,6 +245,11 @@ def product_kernel(
     output, row = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.program_id(1) * R + tl.arange(0, R)
     begin = tl.program_id(2) * SPLIT
     total = tl.zeros([OUT, R], tl.float32)
+    place, of_row = output[:, None], row[None, :].to(tl.int64)
+    exists = place < OUTPUTS
+    mask = exists & (of_row < rows)
+    taps = _conv_weights(place, conv, conv_bias, FIRST, CHANNELS, WIDTH)
+    inputs = _window(of_row, place, mask, window, window_row, FIRST, CHANNELS, WIDTH)
     _wait_for_inputs(EARLY)
     for first in tl.range(begin, tl.minimum(begin + SPLIT, INPUTS), K):
         k = first + tl.arange(0, K)
@@ -260,20 +265,15 @@ def product_kernel(
         if ws.dtype == tl.int8:
             ws = ws.to(xs.dtype)
         total = tl.dot(ws, xs.to(ws.dtype), total, input_precision="ieee")
-    row, output = row[None, :].to(tl.int64), output[:, None]
-    exists = output < OUTPUTS
-    mask = exists & (row < rows)
-    target = out + tl.program_id(2) * out_split + row * out_row + output
     if scale is not None:
-        total *= tl.load(scale + output, mask=exists, other=0.0)
+        total *= tl.load(scale + place, mask=exists, other=0.0)
     if bias is not None:
-        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(bias + place, mask=exists, other=0.0).to(tl.float32)
     if WIDTH > 0:
-        taps = _conv_weights(output, conv, conv_bias, FIRST, CHANNELS, WIDTH)
-        inputs = _window(row, output, mask, window, window_row, FIRST, CHANNELS, WIDTH)
         total = _convolved(
-            total, row, output, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
+            total, of_row, place, mask, inputs, taps, window, window_row, conv_bias, FIRST, CHANNELS, WIDTH
         )  # fmt: skip
+    target = out + tl.program_id(2) * out_split + of_row * out_row + place
     tl.store(target, total, mask=mask)
 
 
