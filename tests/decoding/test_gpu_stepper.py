@@ -118,15 +118,15 @@ def test_sizes_that_take_several_tiles(kind: str) -> None:
 
 @KINDS
 def test_products_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices that are cut by their inputs: evenly, and with a rest."""
+    """Matrices that are cut by their inputs: evenly, with a rest, and with parts that have none."""
     heads = {"head_dim": 16, "num_groups": 1} if kind == "mamba2" else {"dt_rank": 5}
     model = small_model(kind, d_model=80, state_size=16, num_layers=2, **heads)
     monkeypatch.setattr(decode, "PROGRAMS", 16)
     decode.product_tile.cache_clear()
     try:
         assert decode.product_tile(80, 160, 4, torch.float32, 6, True, 8).splits == 2
-        for splits in 2, 4, 3:  # of x_proj for one row
-            monkeypatch.setitem(decode.MEASURED, (37, 160, 4), decode.MatvecTile(8, 16, 2, 4, splits))
+        for tiles, splits in (2, 2), (2, 4), (2, 3), (5, 4):  # of x_proj for one row
+            monkeypatch.setitem(decode.MEASURED, (37, 160, 4), decode.MatvecTile(8, 16, tiles, 4, splits))
             decode.matvec_tile.cache_clear()
             _compare(model, 2e-5, (6, 1))
     finally:

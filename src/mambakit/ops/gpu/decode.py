@@ -400,13 +400,15 @@ class TokenKernels:
         if next_norm is not None:
             after = next_norm, self._few.weighted, self._few.squares, self.shape.d_model
         memory, constants = _memory(conv)
+        at_once = tile.inputs * tile.tiles
+        part = _part(inputs, tile.splits, at_once)
         self._launch(
             matvec_kernel, (triton.cdiv(outputs, tile.outputs), tile.splits),
             x, x.stride(0), sums, 0 if sums is None else sums.stride(0), eps, matrix.weight, matrix.scale, matrix.bias,
             out, out.stride(-2), out.stride(0) if is_split else 0, *memory, *after, rows,
             INPUTS=inputs, OUTPUTS=outputs, PARTS=parts, **constants, ADD=adds, R=triton.next_power_of_2(rows),
-            OUT=tile.outputs, K=tile.inputs, TILES=tile.tiles,
-            SPLIT=_part(inputs, tile.splits, tile.inputs * tile.tiles), num_warps=tile.warps,
+            OUT=tile.outputs, K=tile.inputs, TILES=tile.tiles, SPLIT=part,
+            IS_EVEN=part * tile.splits == inputs and part % at_once == 0, num_warps=tile.warps,
         )  # fmt: skip
 
     def _product(

@@ -155,9 +155,11 @@ def matvec_kernel(
     conv, conv_bias, next_norm, weighted, next_squares, next_squares_row, rows,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr,
+    IS_EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All of at most R rows times OUT outputs a program, over SPLIT of the inputs (a multiple of K TILES, or all).
+    IS_EVEN: all parts are SPLIT inputs, and these whole tiles.
 
     A norm of the inputs is rms(x) norm W = (x norm W) / sqrt(mean x² + eps). Whoever wrote x wrote x norm, and the sum
     of squares of what it had: PARTS of them (rows, PARTS) are summed here. In the same way this kernel prepares the
@@ -165,7 +167,6 @@ def matvec_kernel(
     registers that they are loaded to.
     """
     _let_next_begin(EARLY)
-    IS_EVEN: tl.constexpr = INPUTS % SPLIT + SPLIT % (K * TILES) == 0
     output = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exists = output < OUTPUTS
     begin = tl.program_id(1) * SPLIT
