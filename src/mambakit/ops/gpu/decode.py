@@ -444,7 +444,7 @@ class TokenKernels:
 
 
 def _part(inputs: int, splits: int, unit: int) -> int:
-    """Inputs of each part."""
+    """Inputs of each part, in whole units. The last parts may have fewer, or none."""
     return triton.cdiv(triton.cdiv(inputs, splits), unit) * unit if splits > 1 else inputs
 
 

@@ -159,7 +159,7 @@ def matvec_kernel(
     IS_EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All of at most R rows times OUT outputs a program, over SPLIT of the inputs (a multiple of K TILES, or all).
-    IS_EVEN: all parts are SPLIT inputs, and these whole tiles.
+    IS_EVEN: every program has SPLIT inputs, a multiple of K TILES, and so nothing is masked by its input.
 
     A norm of the inputs is rms(x) norm W = (x norm W) / sqrt(mean x² + eps). Whoever wrote x wrote x norm, and the sum
     of squares of what it had: PARTS of them (rows, PARTS) are summed here. In the same way this kernel prepares the
