@@ -1,5 +1,6 @@
 # make test       what a change must pass, in a virtualenv of its own, on the wheel a user would install
-# make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding
+# make test-long  the rest of it: runs that are killed, damaged and resumed, text in every encoding, and CUDA C++ compiled
+#                 for the CPU; installs Debian's g++, as root, where there is none
 # make test-lm-eval  tasks of lm-evaluation-harness, which it installs: some 300 MB more
 # make test-distributed  models and runs on two and four ranks
 # make test-slurm  jobs on a Slurm cluster of two nodes, which it starts; installs Debian's Slurm, as root
@@ -20,7 +21,8 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml README.md LICENSE $(shell find src -type f -not -path '*/__pycache__/*')
 
 LONG := tests/training tests/data/test_readers_encodings.py tests/data/test_isolated.py tests/data/test_tasks.py \
-	tests/checkpoint/test_conversion_memory.py tests/decoding/test_long.py tests/decoding/test_gpu_stepper.py
+	tests/checkpoint/test_conversion_memory.py tests/decoding/test_long.py tests/decoding/test_gpu_stepper.py \
+	tests/emulated
 
 # Test files side by side, one to a process, each with one thread.
 JOBS ?= 2
@@ -38,6 +40,7 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONG) $(DISTRIBUTED) $(SLURM) $(LLAMACPP) $(SERVING) $(XLA))
 
 test-long: $(VENV)/.installed
+	command -v g++ >/dev/null || (apt-get update -qq && apt-get install -qq -y --no-install-recommends g++)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONG)
 
 test-lm-eval: $(VENV)/.installed
