@@ -22,8 +22,11 @@ LENIENT = ("-fno-aggressive-loop-optimizations", "-fno-strict-aliasing")
 OWN = ("-fvisibility=hidden", "-fno-gnu-unique")  # libraries share no variable of the same name
 FLAGS = ("-std=c++17", "-O2", "-march=native", *LENIENT, *OWN, "-shared", "-fPIC", "-w")
 ASM = re.compile(r'asm(?: volatile)?\(\s*"([^ "]+)[^:]*:([^;]*)\);')
-OPERAND = re.compile(r'"[=+]?\w"\(([^()]*)\)')
-FAULTS = {1: "its threads wait at different barriers", 2: "its blocks have another size than the emulator's"}
+OPERAND = re.compile(r'"[=+]?\w"\(((?:[^()]|\([^()]*\))*)\)')
+FAULTS = (
+    "", "its threads wait at different barriers", "its blocks are larger than they can be here",
+    "it writes beyond its shared memory",
+)  # fmt: skip
 
 
 def as_cpp(file: str, name: str) -> str:
@@ -36,9 +39,9 @@ def as_cpp(file: str, name: str) -> str:
         lambda found: f"emulator::{found[1].replace('.', '_')}({', '.join(OPERAND.findall(found[2]))});", source
     )
     entry = (
-        'extern "C" __attribute__((visibility("default"))) int run(const void* p, unsigned blocks, int threads, int last_first) {\n'
+        'extern "C" __attribute__((visibility("default"))) int run(const void* p, unsigned blocks, int threads, int shared, int last_first) {\n'
         f"    emulator::kernel = [p] {{ {name}(*(const {found[1]}*)p); }};\n"
-        "    return emulator::run(blocks, threads, last_first);\n}\n"
+        "    return emulator::run(blocks, threads, shared, last_first);\n}\n"
     )
     return EMULATOR.read_text(encoding="utf-8") + source + entry
 
@@ -70,5 +73,5 @@ class Kernels:
         self, name: str, blocks: int, threads: int, arguments: bytes, device: torch.device, *, shared: int = 0
     ) -> None:
         library = _compiled(self.file, name, tuple(sorted(self.constants.items())))
-        fault = library.run(arguments, blocks, threads, self.last_first)
+        fault = library.run(arguments, blocks, threads, shared, self.last_first)
         assert fault == 0, f"{name}: {FAULTS[fault]}"

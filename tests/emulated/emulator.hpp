@@ -104,9 +104,10 @@ inline bool release(int first, int last, Where barrier) {
     return any;
 }
 
-// 0 where all blocks have ended; 1 where a block's threads wait at different barriers.
-inline int run(unsigned blocks, int threads, bool last_first) {
-    if (threads > MOST_THREADS || threads % LANES) return 2;
+// Gives 0; 1 where a block's threads wait at different barriers, 2 where a block is larger than it can be here, 3 where
+// one has written beyond the shared memory that it asked for.
+inline int run(unsigned blocks, int threads, int shared, bool last_first) {
+    if (threads > MOST_THREADS || threads % LANES || shared > DYNAMIC) return 2;
     gridDim.x = blocks, blockDim.x = threads;
     std::vector<int> turn(threads);
     for (int i = 0; i < threads; ++i) turn[i] = last_first ? threads - 1 - i : i;
@@ -136,6 +137,8 @@ inline int run(unsigned blocks, int threads, bool last_first) {
                 if (fibers[i].where != DONE) return 1;
             break;
         }
+        for (int i = shared; i < DYNAMIC; ++i)
+            if (dynamic[i] != (char)0xff) return 3;
     }
     return 0;
 }
@@ -152,7 +155,26 @@ inline void cvt_rn_bf16_f32(unsigned short& y, float x) {
     const uint32_t bits = reinterpret_cast<uint32_t&>(x);
     y = x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+inline void cvt_rn_bf16x2_f32(unsigned& word, float high, float low) {
+    unsigned short parts[2];
+    cvt_rn_bf16_f32(parts[0], low), cvt_rn_bf16_f32(parts[1], high);
+    memcpy(&word, parts, 4);
+}
 inline void prefetch_global_L2(const void*) {}
+inline void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, unsigned a0,
+                                                               unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                                               unsigned b1) {
+    const Words mine = {a0, a1, a2, a3, b0, b1};
+    const Words* shown = exchange(mine);
+    float* const d[4] = {&d0, &d1, &d2, &d3};
+    const int lane = threadIdx.x % LANES;
+    const auto cut = [&](int from, int word) { return as<float>(Words{shown[from][word] & ~0x1fffu}); };
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, half = i / 2, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 8; ++k)
+            *d[i] += cut(row * 4 + k % 4, half + k / 4 * 2) * cut(column * 4 + k % 4, 4 + k / 4);
+    }
+}
 }  // namespace emulator
 
 struct alignas(16) float4 {

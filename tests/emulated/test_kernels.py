@@ -19,7 +19,6 @@ from mambakit.ops.selective_scan import ScanInputs
 from .compiled import Kernels
 
 PER_TOKEN = ("x", "dt", "B", "C", "z")
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["first-lane-first", "last-lane-first"])
@@ -87,10 +86,29 @@ def _stored(arguments: dict[str, Any], dtype: torch.dtype, names: tuple[str, ...
 def _compare(
     mine: Callable[..., Any], reference: Callable[..., Any], arguments: dict[str, Any], dtype: torch.dtype
 ) -> None:
+    """In fp32 to 1e-5; narrower with at most 1.2 times the error of plain torch."""
     actual = with_gradients(mine, arguments, short=True)
+    exact = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
     with ops.backend("reference"):
-        exact = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
-        assert_same(actual, with_gradients(reference, exact, short=True), TOLERANCES[dtype])
+        right = with_gradients(reference, exact, short=True)
+        plain = with_gradients(reference, arguments, short=True)
+    if dtype == torch.float32:
+        return assert_same(actual, right, 1e-5)
+    for name, value, expected, of_torch in _by_name(actual, right, plain):
+        error, allowed = _error(value, expected), max(1.2 * _error(of_torch, expected), 1e-5)
+        assert error <= allowed, f"{name}: error {error:.1e}, and {allowed:.1e} is allowed"
+    return None
+
+
+def _by_name(*results: tuple[list[Tensor], dict[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
+    for i, outputs in enumerate(zip(*(outputs for outputs, _ in results), strict=True)):
+        yield f"output {i}", *outputs
+    for name in results[0][1]:
+        yield name, *(grads[name] for _, grads in results)
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm().clamp(min=1e-6)) if exact.numel() else 0.0
 
 
 def _compare_scans(
@@ -133,11 +151,12 @@ def test_every_way_to_spread_the_scan_agrees(way: str, dtype: torch.dtype, monke
     _compare_scans(dtype, 2, 150, 132, 16)
 
 
-def test_the_scan_reads_and_writes_parts_of_wider_tensors() -> None:
-    """As in a model: x, B and C of one product, z and its gradient beside others."""
-    wide, narrow = torch.randn(2, 41, 96).bfloat16(), torch.randn(2, 41, 37).bfloat16()
+@pytest.mark.parametrize("before", [3, 4])
+def test_the_scan_reads_and_writes_parts_of_wider_tensors(before: int) -> None:
+    """As in a model: x, B and C of one product, z and its gradient beside others; in whole words of memory or not."""
+    wide, narrow = torch.randn(2, 41, 96).bfloat16(), torch.randn(2, 41, before + 32).bfloat16()
     arguments = _stored(cases.scan(2, 41, 48, 16), torch.bfloat16)
-    arguments |= {"z": wide[..., 48:], "B": narrow[..., 3:19], "C": narrow[..., 19:35]}
+    arguments |= {"z": wide[..., 48:], "B": narrow[..., before:-16], "C": narrow[..., -16:]}
     inputs = ScanInputs(**arguments, dt_softplus=True, doc_ids=None)
     alone = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in ("z", "B", "C")})
     y, final_state, kept = selective_scan.forward(inputs)
@@ -147,6 +166,27 @@ def test_the_scan_reads_and_writes_parts_of_wider_tensors() -> None:
     expected = selective_scan.backward(alone, kept, dy, final_state)
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True) if a is not None and b is not None)
     assert (dwide[..., :48] == 7).all()
+
+
+def test_sums_by_tensor_cores_are_right_on_average() -> None:
+    arguments = _stored(cases.scan(2, 200, 48, 16), torch.bfloat16)
+    for name in ("D", "z", "initial_state"):
+        del arguments[name]
+    with ops.backend("reference"):
+        exact, _ = ops.selective_scan(**{name: value.double() for name, value in arguments.items()})
+    error = scan(**arguments)[0].double() - exact
+    assert abs(float((error * exact).sum() / exact.square().sum())) < 1e-4  # without a factor it is 3.4e-4
+
+
+def test_a_nan_stays_in_its_document() -> None:
+    arguments = _stored(cases.scan(1, 100, 40, 16), torch.bfloat16)
+    arguments["x"][0, 20] = torch.nan
+    documents = torch.tensor([[0] * 27 + [1] * 73], dtype=torch.int32)  # not where a tile begins
+    x = arguments["x"].requires_grad_()
+    y, final_state = scan(**arguments, doc_ids=documents)
+    assert y[:, 27:].isfinite().all() and y[:, :20].isfinite().all() and final_state.isfinite().all()
+    (dx,) = torch.autograd.grad(y[:, 27:].sum(), x)
+    assert dx[:, 27:].isfinite().all() and y[:, 20:27].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

@@ -27,6 +27,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
         "N": num_states,  "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
+        "ALIGNED": 1, "ALIGNED_STATES": 1,
         "FORWARD_TILE": selective_scan.FORWARD_TILE, "BACKWARD_TILE": selective_scan.BACKWARD_TILE, part: 1, **more,
     }  # fmt: skip
 
@@ -37,7 +38,8 @@ def _is_machine_code(code: bytes) -> bool:
 
 SCANS: list[tuple[tuple[int, int], int, torch.dtype, dict[str, int]]] = [
     *((capability, 16, torch.bfloat16, {}) for capability in ARCHITECTURES),
-    ((7, 5), 5, torch.float16, {"HAS_Z": 0}),
+    ((7, 5), 5, torch.float16, {"HAS_Z": 0, "ALIGNED_STATES": 0}),
+    ((9, 0), 16, torch.bfloat16, {"ALIGNED": 0, "ALIGNED_STATES": 0}),
     ((9, 0), 16, torch.float32, {"SOFTPLUS": 0}),
     ((9, 0), 64, torch.bfloat16, {}),
 ]

@@ -41,6 +41,32 @@ __device__ __forceinline__ io_t narrow(float value) {
 #endif
 }
 
+#if IO != 0
+// Two numbers as one word.
+__device__ __forceinline__ unsigned narrow_two(float low, float high) {
+#if IO == 1 && __CUDA_ARCH__ >= 800
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return narrow(low) | (unsigned)narrow(high) << 16;
+#endif
+}
+#endif
+
+#if __CUDA_ARCH__ >= 800
+// d += a b by tensor cores: a (16, 8) and b (8, 8), without the last 13 bits of each number. Of d, a lane has the rows
+// lane / 4 and 8 further, and the columns 2 (lane % 4) and the next; of a these rows, and the columns lane % 4 and 4
+// further; of b the rows lane % 4 and 4 further, and the column lane / 4.
+__device__ __forceinline__ void multiply(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+#endif
+
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define FULL 0xffffffffu

@@ -3,19 +3,33 @@
 // A warp has CHANNELS neighbouring channels of one row of the batch and goes along time. Each thread keeps the states
 // of 4 channels x 4 states in registers: Q lanes share 4 channels and divide their N states, and 32 / Q such groups
 // are a warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and the
-// gradients per channel) or over channels (dB, dC) are half done in registers before a shuffle is needed.
+// gradients per channel) or over channels (dB, dC) are half done in registers before lanes exchange anything.
 //
-// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; WARPS of a block; KEEP, the steps between the
-// states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction: all
-// states of a tile of BACKWARD_TILE are in registers.
+// Inputs and outputs are moved a tile of steps at a time. Of a tile, each lane has some steps of its group's channels.
+//
+// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; ALIGNED, whether four neighbouring channels are
+// one word of memory, and ALIGNED_STATES, whether four states of B and C are; WARPS of a block; KEEP, the steps between
+// the states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction:
+// all states of a tile of BACKWARD_TILE are in registers.
 
 #define NC 4  // channels of a thread
 #define NS 4  // states of a thread
 #define Q (N <= NS ? 1 : N <= 2 * NS ? 2 : N <= 4 * NS ? 4 : N <= 8 * NS ? 8 : 16)  // lanes that share channels
 #define PADDED (Q * NS)                                                 // N, or a little more
 #define CHANNELS (32 / Q * NC)                                          // of a warp
-#define OWN (Q < NC ? NC / Q : 1)  // channels whose inputs and outputs a lane moves
-#define PARTS (Q > NC ? Q / NC : 1)  // lanes that have the same own channel
+#define ROW (CHANNELS + 8)  // numbers of a step in shared memory, so that lanes of different steps use different banks
+// Of a tile of so many steps: lanes of a group that have different ones, and how many each has. A lane has the steps
+// `mine`, `mine` + APART, …; with more lanes than steps, the last lanes do what another one does.
+#define APART(steps) (Q < (steps) ? Q : (steps))
+#define OWN(steps) ((steps) / APART(steps))
+
+// Sums over states by tensor cores, where the outputs have less precision than their inputs then have: three bits more
+// than bf16.
+#if IO == 1 && __CUDA_ARCH__ >= 800
+#define BY_TENSOR_CORES (Q == 4)
+#else
+#define BY_TENSOR_CORES 0
+#endif
 
 struct Strides {
     index_t row, step;
@@ -35,11 +49,8 @@ struct Place {
     index_t row, chunk, first;  // first of its channels
     int begin, end;
     int lane, q, group;
-    int own;            // the first of this lane's own channels, counted from `first`
-    index_t column;     // the same channel, counted from the tensor's first and held inside the tensor
-    int near[OWN];      // its own channels counted from `column`, held inside the tensor
-    bool real[OWN];     // whether they are inside
-    bool writes[OWN];   // whether this lane is the one that writes them
+    index_t column;  // the first of the group's channels, held inside the tensor
+    int count;       // of the group's channels that there are
 };
 
 __device__ __forceinline__ Place find_place(const Inputs& in, index_t block) {
@@ -53,18 +64,74 @@ __device__ __forceinline__ Place find_place(const Inputs& in, index_t block) {
     at.lane = threadIdx.x % 32;
     at.q = at.lane % Q;
     at.group = at.lane / Q;
-    at.own = at.group * NC + (Q < NC ? at.q * OWN : at.q % NC);
-    at.column = min(at.first + at.own, in.channels - 1);
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-        at.real[j] = at.first + at.own + j < in.channels;
-        at.writes[j] = at.real[j] && at.q < NC;
-        at.near[j] = j ? (int)(min(at.first + at.own + j, in.channels - 1) - at.column) : 0;
-    }
+    const index_t channel = at.first + at.group * NC;
+    at.column = min(channel, in.channels - (ALIGNED ? NC : 1));
+    at.count = (int)max(min(in.channels - channel, (index_t)NC), (index_t)0);
     return at;
 }
 
-// A lane's own channels of a tensor, step after step.
+// Four neighbouring numbers as they are stored.
+struct __align__(4 * sizeof(io_t)) Four {
+#if IO == 0
+    float values[4];
+#else
+    unsigned words[2];
+#endif
+};
+
+__device__ __forceinline__ float number(const Four& four, int i) {
+#if IO == 0
+    return four.values[i];
+#elif IO == 1
+    return __uint_as_float(i % 2 ? four.words[i / 2] & 0xffff0000u : four.words[i / 2] << 16);
+#else
+    return widen((io_t)(four.words[i / 2] >> i % 2 * 16));
+#endif
+}
+
+__device__ __forceinline__ Four zeros() {
+    Four four = {};
+    return four;
+}
+
+// The first `count` of four numbers, which are one word if they are `aligned`: then all of them, if there is one.
+template <bool aligned>
+__device__ __forceinline__ Four fetch(const io_t* memory, int count) {
+    if (aligned) return count ? *reinterpret_cast<const Four*>(memory) : zeros();
+    io_t values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = i < count ? memory[i] : (io_t)0;
+    Four four;
+#if IO == 0
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four.values[i] = values[i];
+#else
+    four.words[0] = values[0] | (unsigned)values[1] << 16;
+    four.words[1] = values[2] | (unsigned)values[3] << 16;
+#endif
+    return four;
+}
+
+__device__ __forceinline__ void write(io_t* memory, const float (&values)[NC], int count) {
+    if (ALIGNED) {
+        if (!count) return;
+        Four four;
+#if IO == 0
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four.values[i] = values[i];
+#else
+        four.words[0] = narrow_two(values[0], values[1]);
+        four.words[1] = narrow_two(values[2], values[3]);
+#endif
+        *reinterpret_cast<Four*>(memory) = four;
+    } else {
+#pragma unroll
+        for (int i = 0; i < NC; ++i)
+            if (i < count) memory[i] = narrow(values[i]);
+    }
+}
+
+// The group's channels of a tensor, at a lane's own steps of one tile after the other.
 struct Column {
     const io_t* now;
     int step;
@@ -74,26 +141,30 @@ __device__ __forceinline__ Column column(const io_t* memory, Strides stride, int
     return {memory + at.row * stride.row + t * stride.step + at.column, (int)stride.step};
 }
 
-// `count` steps from where the column stands, as they are stored.
-template <int count>
-__device__ __forceinline__ void fetch(io_t (&values)[count][OWN], const Column& from, const Place& at) {
-#pragma unroll
-    for (int i = 0; i < count; ++i)
-#pragma unroll
-        for (int j = 0; j < OWN; ++j) values[i][j] = from.now[(index_t)from.step * i + at.near[j]];
-}
-
-// The same where only `left` steps are there; zeros after them.
-template <int count>
-__device__ __forceinline__ void fetch_some(io_t (&values)[count][OWN], const Column& from, int left, const Place& at) {
-#pragma unroll
-    for (int i = 0; i < count; ++i)
-#pragma unroll
-        for (int j = 0; j < OWN; ++j)
-            values[i][j] = i < left ? from.now[(index_t)from.step * i + at.near[j]] : (io_t)0;
-}
-
 __device__ __forceinline__ void move(Column& column, int steps) { column.now += (index_t)column.step * steps; }
+
+// The own steps of a tile of so many, from where the column stands; zeros in place of those that are not `left`.
+template <int steps>
+__device__ __forceinline__ void fetch_own(Four (&own)[OWN(steps)], const Column& from, const Place& at) {
+#pragma unroll
+    for (int k = 0; k < OWN(steps); ++k)
+        own[k] = fetch<ALIGNED>(from.now + (index_t)from.step * (k * APART(steps)), at.count);
+}
+
+template <int steps>
+__device__ __forceinline__ void fetch_some(Four (&own)[OWN(steps)], const Column& from, int left, const Place& at) {
+#pragma unroll
+    for (int k = 0; k < OWN(steps); ++k)
+        own[k] = k * APART(steps) < left ? fetch<ALIGNED>(from.now + (index_t)from.step * (k * APART(steps)), at.count)
+                                         : zeros();
+}
+
+// One number for each channel of the warp, or zeros.
+__device__ __forceinline__ void stage_channels(float* shared, const float* memory, const Place& at) {
+#pragma unroll
+    for (int c = 0; c < NC; ++c)
+        if (at.q == 0) shared[at.group * NC + c] = memory && c < at.count ? memory[at.column + c] : 0.f;
+}
 
 typedef float Tile[NC][NS];  // a value for each state of a thread
 
@@ -159,8 +230,7 @@ __device__ __forceinline__ unsigned find_starts(int count, int first, const Plac
     return __ballot_sync(FULL, begins);
 }
 
-__device__ __forceinline__ float step_size(io_t dt, float bias) {
-    float v = widen(dt) + bias;
+__device__ __forceinline__ float step_size(float v) {
 #if SOFTPLUS
     return softplus(v);
 #else
@@ -177,25 +247,61 @@ __device__ __forceinline__ void unpack(float (&values)[4], const float* memory) 
     values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
 }
 
-// The sums of `values[c]` over the Q lanes that share channels; lane q gets those of its own channels.
-__device__ __forceinline__ void sum_states(float (&own)[OWN], float (&values)[NC], int q) {
-    int left = NC;
+__device__ __forceinline__ void pack(float* memory, const float (&values)[4]) {
+    *reinterpret_cast<float4*>(memory) = make_float4(values[0], values[1], values[2], values[3]);
+}
+
+__device__ __forceinline__ void unpack_stored(float* memory, const Four& four) {
+    *reinterpret_cast<float4*>(memory) = make_float4(number(four, 0), number(four, 1), number(four, 2), number(four, 3));
+}
+
+// The sums over all states of a[c][s] b[s], in all lanes that share the channels. Tensor cores cut off the last 13 bits
+// of a; times CUT, sums are right on average.
+__device__ __forceinline__ void sum_states(float (&sums)[NC], const Tile& a, const float (&b)[NS]) {
+#if BY_TENSOR_CORES
 #pragma unroll
-    for (int bit = (Q < NC ? Q : NC) / 2; bit >= 1; bit /= 2) {  // each lane of a pair keeps half of the channels
-        left /= 2;
+    for (int c = 0; c < NC; c += 2) {  // in each column the same product
+        float d[4] = {};
+        multiply(d, a[c][0], a[c + 1][0], a[c][1], a[c + 1][1], b[0], b[1]);
+        multiply(d, a[c][2], a[c + 1][2], a[c][3], a[c + 1][3], b[2], b[3]);
+        sums[c] = d[0], sums[c + 1] = d[2];
+    }
+#else
 #pragma unroll
-        for (int c = 0; c < NC / 2; ++c)
-            if (c < left) {
-                float low = values[c], high = values[c + left];
-                float other = q & bit ? low : high;
-                values[c] = (q & bit ? high : low) + __shfl_xor_sync(FULL, other, bit);
-            }
+    for (int c = 0; c < NC; ++c) {
+        sums[c] = a[c][0] * b[0];
+#pragma unroll
+        for (int s = 1; s < NS; ++s) sums[c] = fmaf(a[c][s], b[s], sums[c]);
     }
 #pragma unroll
-    for (int bit = NC; bit < Q; bit *= 2)  // more lanes than channels: these hold the same one
-        values[0] += __shfl_xor_sync(FULL, values[0], bit);
+    for (int bit = 1; bit < Q; bit *= 2)
 #pragma unroll
-    for (int j = 0; j < OWN; ++j) own[j] = values[j];
+        for (int c = 0; c < NC; ++c) sums[c] += __shfl_xor_sync(FULL, sums[c], bit);
+#endif
+}
+
+#if BY_TENSOR_CORES
+#define CUT 1.000345f
+#else
+#define CUT 1.f
+#endif
+
+// Adds values of the i-th step of a tile to what is this lane's own, where that step is.
+template <int steps>
+__device__ __forceinline__ void add_own(float (&own)[OWN(steps)][NC], int i, const float (&values)[NC], int mine) {
+#pragma unroll
+    for (int c = 0; c < NC; ++c)
+        if (APART(steps) == 1 || i % APART(steps) == mine)
+            own[i / APART(steps)][c] = fmaf(CUT, values[c], own[i / APART(steps)][c]);
+}
+
+// The sums over the lanes of a group, for the whole group.
+template <int steps>
+__device__ __forceinline__ void sum_group(float (&values)[NC]) {
+#pragma unroll
+    for (int bit = 1; bit < APART(steps); bit *= 2)
+#pragma unroll
+        for (int c = 0; c < NC; ++c) values[c] += __shfl_xor_sync(FULL, values[c], bit);
 }
 
 // One step: h = exp(dt A) h + u B, with u = dt x.
@@ -205,6 +311,14 @@ __device__ __forceinline__ void advance(Tile& h, const Tile& A, const float (&dt
     for (int c = 0; c < NC; ++c)
 #pragma unroll
         for (int s = 0; s < NS; ++s) h[c][s] = fmaf(exp2_(dt[c] * A[c][s]), h[c][s], u[c] * B[s]);
+}
+
+// Sums over the lanes of a group, of tiles of forward, to (channels).
+__device__ __forceinline__ void store_total(float* memory, float (&total)[NC], const Place& at) {
+    sum_group<FORWARD_TILE>(total);
+#pragma unroll
+    for (int c = 0; c < NC; ++c)
+        if (at.q == 0 && c < at.count) memory[at.column + c] = total[c];
 }
 
 // ------------------------------------------------------------------------------------------------------------- forward
@@ -220,37 +334,39 @@ struct Forward {
 };
 
 struct ForwardShared {
-    float dt[FORWARD_TILE][CHANNELS], u[FORWARD_TILE][CHANNELS];
+    float dt[FORWARD_TILE][ROW], u[FORWARD_TILE][ROW];
     float B[FORWARD_TILE][PADDED], C[FORWARD_TILE][PADDED];
+    float D[CHANNELS], bias[CHANNELS];
 };
 
-// B or C of a tile, by all lanes of a warp: lane l takes every 32nd of its values.
-#define TILE_WORDS ((FORWARD_TILE * PADDED + 31) / 32)
+// B or C of a tile, four states at a time: a lane takes every 32nd four.
+#define FOURS ((FORWARD_TILE * PADDED / 4 + 31) / 32)
 
 __device__ __forceinline__ Column states_column(const io_t* memory, Strides stride, int t, const Place& at) {
-    return {memory + at.row * stride.row + (t + at.lane / PADDED) * stride.step + at.lane % PADDED, (int)stride.step};
+    const int number = at.lane * 4;
+    return {memory + at.row * stride.row + (t + number / PADDED) * stride.step + number % PADDED, (int)stride.step};
 }
 
-__device__ __forceinline__ void fetch_states(io_t (&values)[TILE_WORDS], const Column& from, int left,
-                                             const Place& at) {
+__device__ __forceinline__ void fetch_states(Four (&own)[FOURS], const Column& from, int left, const Place& at) {
+    const int n = at.lane * 4 % PADDED;
 #pragma unroll
-    for (int k = 0; k < TILE_WORDS; ++k) {
-        const int i = k * 32 / PADDED, n = k * 32 % PADDED;  // from where this lane stands
-        const bool inside = i + at.lane / PADDED < left && n + at.lane % PADDED < N;
-        values[k] = inside ? from.now[(index_t)from.step * i + n] : (io_t)0;
+    for (int k = 0; k < FOURS; ++k) {
+        const int step = k * 128 / PADDED, i = step + at.lane * 4 / PADDED;
+        const bool inside = i < FORWARD_TILE && i < left && n < N;
+        own[k] = fetch<ALIGNED_STATES>(from.now + (index_t)from.step * step, inside ? N - n : 0);
     }
 }
 
-__device__ __forceinline__ void stage_states(float (&tile)[FORWARD_TILE][PADDED], const io_t (&values)[TILE_WORDS],
-                                             int lane) {
+__device__ __forceinline__ void stage_states(float (&tile)[FORWARD_TILE][PADDED], const Four (&own)[FOURS], int lane) {
 #pragma unroll
-    for (int k = 0; k < TILE_WORDS; ++k)
-        if (k * 32 + lane < FORWARD_TILE * PADDED) tile[0][k * 32 + lane] = widen(values[k]);
+    for (int k = 0; k < FOURS; ++k)
+        if (k * 32 + lane < FORWARD_TILE * PADDED / 4)
+            unpack_stored(&tile[0][(k * 32 + lane) * 4], own[k]);
 }
 
 template <bool with_output, bool with_starts>
-__device__ __forceinline__ void forward_tile(float (&y)[FORWARD_TILE][OWN], Tile& h, const Tile& A,
-                                             const ForwardShared& shared, unsigned starts, const Place& at) {
+__device__ __forceinline__ void forward_tile(float (&y)[OWN(FORWARD_TILE)][NC], Tile& h, const Tile& A,
+                                             const ForwardShared& shared, unsigned starts, int mine, const Place& at) {
 #pragma unroll
     for (int i = 0; i < FORWARD_TILE; ++i) {
         float dt[NC], u[NC], B[NS], Cs[NS], sums[NC];
@@ -261,13 +377,8 @@ __device__ __forceinline__ void forward_tile(float (&y)[FORWARD_TILE][OWN], Tile
         advance(h, A, dt, u, B);
         if (with_output) {
             unpack(Cs, &shared.C[i][at.q * NS]);
-#pragma unroll
-            for (int c = 0; c < NC; ++c) {
-                sums[c] = h[c][0] * Cs[0];
-#pragma unroll
-                for (int s = 1; s < NS; ++s) sums[c] = fmaf(h[c][s], Cs[s], sums[c]);
-            }
-            sum_states(y[i], sums, at.q);
+            sum_states(sums, h, Cs);
+            add_own<FORWARD_TILE>(y, i, sums, mine);
         }
     }
 }
@@ -280,6 +391,7 @@ __device__ __forceinline__ void forward(const Forward& p) {
     ForwardShared& shared = all_shared[threadIdx.x / 32];
     const Place at = find_place(in, blockIdx.x);
     if (at.first >= in.channels) return;
+    const int mine = at.q % APART(FORWARD_TILE);
 
     Tile A, h;
     load_A(A, at, in);
@@ -287,25 +399,21 @@ __device__ __forceinline__ void forward(const Forward& p) {
     clear(h);
     if (with_output && p.initial_states)
         load_states(h, p.initial_states + (at.row * in.chunks + at.chunk) * state_size, at, in);
-    float D[OWN], bias[OWN], total[OWN];
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-        index_t channel = at.column + at.near[j];
-        D[j] = in.D ? in.D[channel] : 0.f;
-        bias[j] = in.bias ? in.bias[channel] : 0.f;
-        total[j] = 0.f;
-    }
+    float total[NC] = {};
+    stage_channels(shared.D, in.D, at);
+    stage_channels(shared.bias, in.bias, at);
+    __syncwarp();
     float* kept = p.kept + (at.row * ((in.length + KEEP - 1) / KEEP) + at.begin / KEEP) * state_size;
-    io_t* y = p.y + (at.row * in.length + at.begin) * in.channels + at.first + at.own;
+    io_t* y = p.y + (at.row * in.length + at.begin + mine) * in.channels + at.column;
     const int y_step = (int)in.channels;
-    Column xs = column(in.x, in.sx, at.begin, at), dts = column(in.dt, in.sdt, at.begin, at);
-    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, at.begin, at);
+    Column xs = column(in.x, in.sx, at.begin + mine, at), dts = column(in.dt, in.sdt, at.begin + mine, at);
+    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, at.begin + mine, at);
     Column Bs = states_column(in.B, in.sB, at.begin, at), Cs = states_column(in.C, in.sC, at.begin, at);
 
-    io_t x[FORWARD_TILE][OWN], dt[FORWARD_TILE][OWN], z[FORWARD_TILE][OWN], B[TILE_WORDS], C[TILE_WORDS];
+    Four x[OWN(FORWARD_TILE)], dt[OWN(FORWARD_TILE)], z[OWN(FORWARD_TILE)], B[FOURS], C[FOURS];
     const auto fetch_tile = [&] {
-        fetch(x, xs, at);
-        fetch(dt, dts, at);
+        fetch_own<FORWARD_TILE>(x, xs, at);
+        fetch_own<FORWARD_TILE>(dt, dts, at);
         fetch_states(B, Bs, FORWARD_TILE, at);
         if (with_output) fetch_states(C, Cs, FORWARD_TILE, at);
     };
@@ -314,39 +422,41 @@ __device__ __forceinline__ void forward(const Forward& p) {
     for (int t = at.begin; t < at.end; t += FORWARD_TILE, left -= FORWARD_TILE) {
         const bool full = left >= FORWARD_TILE;
         if (!full) {
-            fetch_some(x, xs, left, at);
-            fetch_some(dt, dts, left, at);
+            fetch_some<FORWARD_TILE>(x, xs, left - mine, at);
+            fetch_some<FORWARD_TILE>(dt, dts, left - mine, at);
             fetch_states(B, Bs, left, at);
             if (with_output) fetch_states(C, Cs, left, at);
         }
-        float skip[FORWARD_TILE][OWN];
+        float D[NC], bias[NC], sums[OWN(FORWARD_TILE)][NC];
+        unpack(D, &shared.D[at.group * NC]);
+        unpack(bias, &shared.bias[at.group * NC]);
 #pragma unroll
-        for (int i = 0; i < FORWARD_TILE; ++i)
+        for (int k = 0; k < OWN(FORWARD_TILE); ++k) {
+            const int i = mine + k * APART(FORWARD_TILE);
+            float steps[NC], u[NC];
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) {
-                float input = widen(x[i][j]), step = step_size(dt[i][j], bias[j]);
-                shared.dt[i][at.own + j] = step;
-                shared.u[i][at.own + j] = step * input;
+            for (int c = 0; c < NC; ++c) {
+                const float input = number(x[k], c);
+                steps[c] = step_size(number(dt[k], c) + bias[c]);
+                if (!full && i >= left) steps[c] = 0.f;  // a step that is not there changes nothing
+                u[c] = steps[c] * input;
                 if (with_output)
-                    skip[i][j] = D[j] * input;
-                else if (full || i < left)
-                    total[j] += step;
+                    sums[k][c] = D[c] * input;
+                else
+                    total[c] += steps[c];
             }
-        if (!full)  // steps that are not there change nothing
-#pragma unroll
-            for (int i = 0; i < FORWARD_TILE; ++i)
-#pragma unroll
-                for (int j = 0; j < OWN; ++j)
-                    if (i >= left) shared.dt[i][at.own + j] = 0.f;
+            pack(&shared.dt[i][at.group * NC], steps);
+            pack(&shared.u[i][at.group * NC], u);
+        }
         stage_states(shared.B, B, at.lane);
         if (with_output) stage_states(shared.C, C, at.lane);
         unsigned starts = find_starts(FORWARD_TILE, t, at, in);
         __syncwarp();
         if (with_output && HAS_Z) {
             if (full)
-                fetch(z, zs, at);
+                fetch_own<FORWARD_TILE>(z, zs, at);
             else
-                fetch_some(z, zs, left, at);
+                fetch_some<FORWARD_TILE>(z, zs, left - mine, at);
             move(zs, FORWARD_TILE);
         }
         move(xs, FORWARD_TILE), move(dts, FORWARD_TILE), move(Bs, FORWARD_TILE), move(Cs, FORWARD_TILE);
@@ -355,26 +465,27 @@ __device__ __forceinline__ void forward(const Forward& p) {
             store_states(h, kept, at, in);
             kept += state_size;
         }
-        float sums[FORWARD_TILE][OWN];
         if (starts) {
-            forward_tile<with_output, true>(sums, h, A, shared, starts, at);
+            forward_tile<with_output, true>(sums, h, A, shared, starts, mine, at);
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) total[j] = __int_as_float(0x7f800000);
+            for (int c = 0; c < NC; ++c) total[c] = __int_as_float(0x7f800000);
         } else {
-            forward_tile<with_output, false>(sums, h, A, shared, 0, at);
+            forward_tile<with_output, false>(sums, h, A, shared, 0, mine, at);
         }
         if (with_output) {
 #pragma unroll
-            for (int i = 0; i < FORWARD_TILE; ++i)
-#pragma unroll
-                for (int j = 0; j < OWN; ++j) {
-                    float value = sums[i][j] + skip[i][j];
+            for (int k = 0; k < OWN(FORWARD_TILE); ++k) {
 #if HAS_Z
-                    float gate = widen(z[i][j]);
-                    value *= gate * sigmoid(gate);
-#endif
-                    if (at.writes[j] && (full || i < left)) y[(index_t)y_step * i + j] = narrow(value);
+#pragma unroll
+                for (int c = 0; c < NC; ++c) {
+                    const float gate = number(z[k], c);
+                    sums[k][c] *= gate * sigmoid(gate);
                 }
+#endif
+                const int i = k * APART(FORWARD_TILE);
+                if (at.q < APART(FORWARD_TILE) && (full || mine + i < left))
+                    write(y + (index_t)y_step * i, sums[k], at.count);
+            }
             y += (index_t)y_step * FORWARD_TILE;
         }
         __syncwarp();
@@ -384,9 +495,7 @@ __device__ __forceinline__ void forward(const Forward& p) {
     } else {
         const index_t place = at.row * in.chunks + at.chunk;
         store_states(h, p.chunk_states + place * state_size, at, in);
-#pragma unroll
-        for (int j = 0; j < OWN; ++j)
-            if (at.writes[j]) p.total_dt[place * in.channels + at.first + at.own + j] = total[j];
+        store_total(p.total_dt + place * in.channels, total, at);
     }
 }
 
@@ -450,15 +559,15 @@ struct Backward {
 };
 
 #define TILES (KEEP / BACKWARD_TILE)
-#define COUNT (BACKWARD_TILE / PARTS)  // steps of a tile whose inputs and outputs a lane moves, for its own channels
 #define VALUES (2 * PADDED)  // dB and dC of a step
 
 struct BackwardShared {
     float4 states[TILES][NC][32];  // the state before each tile; then the dB and dC of the tile before it
     float last[BACKWARD_TILE][VALUES];    // the dB and dC of the last tile: just where one more state would be
-    float dt[BACKWARD_TILE][CHANNELS], u[BACKWARD_TILE][CHANNELS], dy[BACKWARD_TILE][CHANNELS];
-    // For the end of the tile.
-    float x[BACKWARD_TILE][CHANNELS], slope[BACKWARD_TILE][CHANNELS], dgate[BACKWARD_TILE][CHANNELS];
+    float dt[BACKWARD_TILE][ROW], u[BACKWARD_TILE][ROW], dy[BACKWARD_TILE][ROW];
+    float sums[2][BACKWARD_TILE][ROW];  // du and ddt
+    float4 x[OWN(BACKWARD_TILE)][32], slope[OWN(BACKWARD_TILE)][32], dgate[OWN(BACKWARD_TILE)][32];  // of each lane
+    float D[CHANNELS], bias[CHANNELS];
 
     __device__ __forceinline__ float* place_of_sums(int tile) {
         return reinterpret_cast<float*>(states) + (tile + 1) * (NC * 32 * 4);
@@ -470,21 +579,24 @@ struct BlockShared {
     float B[KEEP][PADDED], C[KEEP][PADDED];
 };
 
-// The sums over all channels of a warp of dB and dC, of which a thread has NS each: with each exchange, lanes that have
-// the same states halve the values they hold, and they write the values that are left.
-__device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS], const Place& at) {
-    int left = 2 * NS, first = 0;
+// Sums over lanes that differ in the bits from `high` down to `low`. With each exchange lanes halve the values they
+// hold. Gives the first of the values that a lane then has; -1 where others have the same. `left` is their number.
+template <int high, int low, int count>
+__device__ __forceinline__ int sum_lanes(float (&values)[count], int& left, int lane) {
+    int first = 0;
     bool mine = true;
+    left = count;
 #pragma unroll
-    for (int bit = 16; bit >= Q; bit /= 2) {
-        bool upper = at.lane & bit;
+    for (int bit = high; bit >= low; bit /= 2) {
+        const bool upper = lane & bit;
         if (left > 1) {
             left /= 2;
 #pragma unroll
-            for (int v = 0; v < NS; ++v)
+            for (int v = 0; v < count / 2; ++v)
                 if (v < left) {
-                    float low = values[v], high = values[v + left];
-                    values[v] = (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, bit);
+                    const float low_half = values[v], high_half = values[v + left];
+                    const float sent = upper ? low_half : high_half;
+                    values[v] = (upper ? high_half : low_half) + __shfl_xor_sync(FULL, sent, bit);
                 }
             first += upper ? left : 0;
         } else {
@@ -492,9 +604,7 @@ __device__ __forceinline__ void sum_channels(float* out, float (&values)[2 * NS]
             mine = mine && !upper;
         }
     }
-#pragma unroll
-    for (int v = 0; v < 2 * NS; ++v)
-        if (v < left && mine) out[(first + v) / NS * PADDED + at.q * NS + (first + v) % NS] = values[v];
+    return mine ? first : -1;
 }
 
 template <bool with_starts>
@@ -511,20 +621,10 @@ __device__ __forceinline__ void recompute_tile(Tile& h, const Tile& A, const Bac
     }
 }
 
-// `sum_states` of step i, kept by the lanes whose step it is.
-__device__ __forceinline__ void sum_own_states(float (&own)[COUNT][OWN], int i, float (&values)[NC], const Place& at) {
-    float sums[OWN];
-    sum_states(sums, values, at.q);
-#pragma unroll
-    for (int j = 0; j < OWN; ++j)
-        if (PARTS == 1 || at.q / NC == i / COUNT) own[i % COUNT][j] = sums[j];
-}
-
 template <bool with_starts>
-__device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du)[COUNT][OWN],
-                                              float (&ddt)[COUNT][OWN], Tile& g, Tile& dA, const Tile& A,
+__device__ __forceinline__ void backward_tile(float (&y)[OWN(BACKWARD_TILE)][NC], Tile& g, Tile& dA, const Tile& A,
                                               BackwardShared& shared, const BlockShared& block, int tile,
-                                              unsigned starts, const Place& at) {
+                                              unsigned starts, int mine, const Place& at) {
     Tile h, after[BACKWARD_TILE], decay[BACKWARD_TILE];  // after[i]: the state after step i
     const auto load_start = [&] {
 #pragma unroll
@@ -540,25 +640,26 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
         unpack(dt, &shared.dt[i][at.group * NC]);
         unpack(u, &shared.u[i][at.group * NC]);
         unpack(B, &block.B[tile * BACKWARD_TILE + i][at.q * NS]);
-        if (HAS_Z) unpack(Cs, &block.C[tile * BACKWARD_TILE + i][at.q * NS]);
         if (with_starts && (starts >> i & 1)) clear(h);
 #pragma unroll
-        for (int c = 0; c < NC; ++c) {
-            sums[c] = 0.f;
+        for (int c = 0; c < NC; ++c)
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
                 decay[i][c][s] = exp2_(dt[c] * A[c][s]);
                 h[c][s] = fmaf(decay[i][c][s], h[c][s], u[c] * B[s]);
                 after[i][c][s] = h[c][s];
-                if (HAS_Z) sums[c] = fmaf(h[c][s], Cs[s], sums[c]);
             }
+        if (HAS_Z) {
+            unpack(Cs, &block.C[tile * BACKWARD_TILE + i][at.q * NS]);
+            sum_states(sums, h, Cs);
+            add_own<BACKWARD_TILE>(y, i, sums, mine);
         }
-        if (HAS_Z) sum_own_states(y, i, sums, at);
     }
     float* out = shared.place_of_sums(tile);  // the states of the tile after this one are not needed any more
 #pragma unroll
     for (int i = BACKWARD_TILE - 1; i >= 0; --i) {
-        float dt[NC], u[NC], dy[NC], B[NS], Cs[NS], sums_u[NC], sums_dt[NC], sums_BC[2 * NS];
+        int left;
+        float dt[NC], u[NC], dy[NC], B[NS], Cs[NS], sums[2 * NC], sums_BC[2 * NS];  // of du and ddt; of dB and dC
         unpack(dt, &shared.dt[i][at.group * NC]);
         unpack(u, &shared.u[i][at.group * NC]);
         unpack(dy, &shared.dy[i][at.group * NC]);
@@ -568,24 +669,30 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
         if (i == 0) load_start();
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
-            sums_u[c] = sums_dt[c] = 0.f;
+            sums[c] = sums[NC + c] = 0.f;
 #pragma unroll
             for (int s = 0; s < NS; ++s) {
                 float before = begins ? 0.f : i ? after[(i + BACKWARD_TILE - 1) % BACKWARD_TILE][c][s] : h[c][s];
                 float grad = fmaf(Cs[s], dy[c], g[c][s]);
                 sums_BC[s] = c ? fmaf(grad, u[c], sums_BC[s]) : grad * u[c];
                 sums_BC[NS + s] = c ? fmaf(after[i][c][s], dy[c], sums_BC[NS + s]) : after[i][c][s] * dy[c];
-                sums_u[c] = fmaf(grad, B[s], sums_u[c]);
+                sums[c] = fmaf(grad, B[s], sums[c]);
                 float passed = grad * decay[i][c][s];
                 float rate = passed * before;
-                sums_dt[c] = fmaf(rate, A[c][s], sums_dt[c]);
+                sums[NC + c] = fmaf(rate, A[c][s], sums[NC + c]);
                 dA[c][s] = fmaf(rate, dt[c], dA[c][s]);
                 g[c][s] = begins ? 0.f : passed;
             }
         }
-        sum_own_states(du, i, sums_u, at);
-        sum_own_states(ddt, i, sums_dt, at);
-        sum_channels(out + i * VALUES, sums_BC, at);
+        const int first = sum_lanes<Q / 2, 1>(sums, left, at.lane);
+#pragma unroll
+        for (int v = 0; v < 2 * NC; ++v)
+            if (v < left && first >= 0) shared.sums[(first + v) / NC][i][at.group * NC + (first + v) % NC] = sums[v];
+        const int first_BC = sum_lanes<16, Q>(sums_BC, left, at.lane);
+#pragma unroll
+        for (int v = 0; v < 2 * NS; ++v)
+            if (v < left && first_BC >= 0)
+                out[i * VALUES + (first_BC + v) / NS * PADDED + at.q * NS + (first_BC + v) % NS] = sums_BC[v];
     }
 }
 
@@ -593,8 +700,7 @@ __device__ __forceinline__ void backward_tile(float (&y)[COUNT][OWN], float (&du
 template <bool whole>
 __device__ __forceinline__ void backward_interval(const Backward& p, const Place& at, const int t0, BlockShared& block,
                                                   BackwardShared& shared, const Tile& A, Tile& g, Tile& dA,
-                                                  const float (&D)[OWN], const float (&bias)[OWN], float (&dD)[OWN],
-                                                  float (&dbias)[OWN], float* dBC) {
+                                                  float (&dD)[NC], float (&dbias)[NC], float* dBC) {
     const Inputs& in = p.in;
     const index_t state_size = in.channels * N, kept_per_row = (in.length + KEEP - 1) / KEEP;
     const int steps = whole ? KEEP : at.end - t0, out_step = (int)in.channels;
@@ -603,11 +709,12 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
         const io_t* C = in.C + at.row * in.sC.row + t0 * in.sC.step;
         const int B_step = (int)in.sB.step, C_step = (int)in.sC.step;
 #pragma unroll
-        for (int k = threadIdx.x; k < KEEP * PADDED; k += WARPS * 32) {
-            const int i = k / PADDED, n = k % PADDED;
-            const bool inside = n < N && i < steps;
-            block.B[0][k] = inside ? widen(B[(index_t)B_step * i + n]) : 0.f;
-            block.C[0][k] = inside ? widen(C[(index_t)C_step * i + n]) : 0.f;
+        for (int k = threadIdx.x; k < KEEP * PADDED / 4; k += WARPS * 32) {
+            const int i = k * 4 / PADDED, n = k * 4 % PADDED, count = n < N && i < steps ? N - n : 0;
+            const Four b = fetch<ALIGNED_STATES>(B + (index_t)B_step * i + n, count);
+            const Four c = fetch<ALIGNED_STATES>(C + (index_t)C_step * i + n, count);
+            unpack_stored(&block.B[0][k * 4], b);
+            unpack_stored(&block.C[0][k * 4], c);
         }
     }
     const unsigned all_starts = find_starts(KEEP, t0, at, in);
@@ -625,14 +732,14 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     __syncthreads();
 
     // Forward once more, from the kept state, to have the state before each tile.
-    const int mine = at.q / NC * COUNT;  // the first of this lane's steps in a tile
+    const int mine = at.q % APART(BACKWARD_TILE);
     Column xs = column(in.x, in.sx, t0 + mine, at), dts = column(in.dt, in.sdt, t0 + mine, at);
-    io_t x[COUNT][OWN], dt[COUNT][OWN], z[COUNT][OWN], dy[COUNT][OWN];
-    const auto fetch_from = [&](io_t(&values)[COUNT][OWN], const Column& from, int left) {
+    Four x[OWN(BACKWARD_TILE)], dt[OWN(BACKWARD_TILE)], z[OWN(BACKWARD_TILE)], dy[OWN(BACKWARD_TILE)];
+    const auto fetch_from = [&](Four(&own)[OWN(BACKWARD_TILE)], const Column& from, int left) {
         if (whole)
-            fetch(values, from, at);
+            fetch_own<BACKWARD_TILE>(own, from, at);
         else
-            fetch_some(values, from, left - mine, at);
+            fetch_some<BACKWARD_TILE>(own, from, left - mine, at);
     };
     fetch_from(x, xs, steps);
     fetch_from(dt, dts, steps);
@@ -647,14 +754,19 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             if (tile + 1 == TILES) break;
             const int left = steps - tile * BACKWARD_TILE;
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i)
+            for (int k = 0; k < OWN(BACKWARD_TILE); ++k) {
+                const int i = mine + k * APART(BACKWARD_TILE);
+                float bias[NC], sizes[NC], u[NC];
+                unpack(bias, &shared.bias[at.group * NC]);
 #pragma unroll
-                for (int j = 0; j < OWN; ++j) {
-                    float step = step_size(dt[i][j], bias[j]);
-                    step = whole || mine + i < left ? step : 0.f;
-                    shared.dt[mine + i][at.own + j] = step;
-                    shared.u[mine + i][at.own + j] = step * widen(x[i][j]);
+                for (int c = 0; c < NC; ++c) {
+                    sizes[c] = step_size(number(dt[k], c) + bias[c]);
+                    if (!whole && i >= left) sizes[c] = 0.f;
+                    u[c] = sizes[c] * number(x[k], c);
                 }
+                pack(&shared.dt[i][at.group * NC], sizes);
+                pack(&shared.u[i][at.group * NC], u);
+            }
             __syncwarp();
             move(xs, BACKWARD_TILE), move(dts, BACKWARD_TILE);
             fetch_from(x, xs, left - BACKWARD_TILE);
@@ -674,36 +786,45 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     Column dys = column(p.dy, p.sdy, t0 + last + mine, at);
     if (HAS_Z) fetch_from(z, zs, steps - last);
     fetch_from(dy, dys, steps - last);
-    index_t place = (at.row * in.length + t0 + last + mine) * in.channels + at.first + at.own;
-    io_t* dz = p.dz + at.row * p.sdz.row + (t0 + last + mine) * p.sdz.step + at.first + at.own;
+    index_t place = (at.row * in.length + t0 + last + mine) * in.channels + at.column;
+    io_t* dz = p.dz + at.row * p.sdz.row + (t0 + last + mine) * p.sdz.step + at.column;
     const int dz_step = (int)p.sdz.step;
 #pragma unroll 1
     for (int tile = TILES - 1; tile >= 0; --tile) {
         const int left = steps - tile * BACKWARD_TILE;
+        float y[OWN(BACKWARD_TILE)][NC];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
+        for (int k = 0; k < OWN(BACKWARD_TILE); ++k) {
+            const int i = mine + k * APART(BACKWARD_TILE);
+            float D[NC], bias[NC], sizes[NC], u[NC], dplain[NC], inputs[NC], slope[NC], dgate[NC];
+            unpack(D, &shared.D[at.group * NC]);
+            unpack(bias, &shared.bias[at.group * NC]);
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) {
-                const bool inside = (whole || mine + i < left) && at.real[j];
-                float v = widen(dt[i][j]) + bias[j], slope = 1.f, step = v;
+            for (int c = 0; c < NC; ++c) {
+                const float v = number(dt[k], c) + bias[c];
+                sizes[c] = v, slope[c] = 1.f;
 #if SOFTPLUS
-                float e = exp2_(-LOG2E * fabsf(v)), r = reciprocal(1.f + e);
-                step = fmaxf(v, 0.f) + log1p_(e);
-                slope = v >= 0.f ? r : e * r;
+                const float e = exp2_(-LOG2E * fabsf(v)), r = reciprocal(1.f + e);
+                sizes[c] = fmaxf(v, 0.f) + log1p_(e);
+                slope[c] = v >= 0.f ? r : e * r;
 #endif
-                step = inside ? step : 0.f;
-                float input = inside ? widen(x[i][j]) : 0.f, dplain = inside ? widen(dy[i][j]) : 0.f;
+                if (!whole && i >= left) sizes[c] = 0.f;
+                inputs[c] = number(x[k], c), dplain[c] = number(dy[k], c);
 #if HAS_Z
-                float gate = widen(z[i][j]), open = sigmoid(gate), silu = gate * open;
-                shared.dgate[mine + i][at.own + j] = dplain * fmaf(silu, 1.f - open, open);
-                dplain *= silu;
+                const float gate = number(z[k], c), open = sigmoid(gate), silu = gate * open;
+                dgate[c] = dplain[c] * fmaf(silu, 1.f - open, open);
+                dplain[c] *= silu;
 #endif
-                shared.dt[mine + i][at.own + j] = step;
-                shared.u[mine + i][at.own + j] = step * input;
-                shared.dy[mine + i][at.own + j] = dplain;
-                shared.x[mine + i][at.own + j] = input;
-                shared.slope[mine + i][at.own + j] = slope;
+                u[c] = sizes[c] * inputs[c];
+                y[k][c] = D[c] * inputs[c];
             }
+            pack(&shared.dt[i][at.group * NC], sizes);
+            pack(&shared.u[i][at.group * NC], u);
+            pack(&shared.dy[i][at.group * NC], dplain);
+            pack(&shared.x[k][at.lane].x, inputs);
+            pack(&shared.slope[k][at.lane].x, slope);
+            if (HAS_Z) pack(&shared.dgate[k][at.lane].x, dgate);
+        }
         __syncwarp();
         if (tile > 0) {
             move(xs, -BACKWARD_TILE), move(dts, -BACKWARD_TILE), move(zs, -BACKWARD_TILE), move(dys, -BACKWARD_TILE);
@@ -712,33 +833,39 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             if (HAS_Z) fetch_from(z, zs, left + BACKWARD_TILE);
             fetch_from(dy, dys, left + BACKWARD_TILE);
         }
-        float y[COUNT][OWN], du[COUNT][OWN], ddt[COUNT][OWN];
         const unsigned starts = all_starts >> tile * BACKWARD_TILE & ((1u << BACKWARD_TILE) - 1);
         if (starts)
-            backward_tile<true>(y, du, ddt, g, dA, A, shared, block, tile, starts, at);
+            backward_tile<true>(y, g, dA, A, shared, block, tile, starts, mine, at);
         else
-            backward_tile<false>(y, du, ddt, g, dA, A, shared, block, tile, 0, at);
-        io_t *dx = p.dx + place, *ddt_out = p.ddt + place;
+            backward_tile<false>(y, g, dA, A, shared, block, tile, 0, mine, at);
+        __syncwarp();
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
+        for (int k = 0; k < OWN(BACKWARD_TILE); ++k) {
+            const int i = k * APART(BACKWARD_TILE);
+            const bool is_there = whole || mine + i < left;
+            const int count = is_there && at.q < APART(BACKWARD_TILE) ? at.count : 0;
+            float D[NC], sizes[NC], dplain[NC], inputs[NC], slope[NC], dgate[NC];
+            float du[NC], ddt[NC], dx[NC], dv[NC], dgates[NC];
+            unpack(du, &shared.sums[0][mine + i][at.group * NC]);
+            unpack(ddt, &shared.sums[1][mine + i][at.group * NC]);
+            unpack(D, &shared.D[at.group * NC]);
+            unpack(sizes, &shared.dt[mine + i][at.group * NC]);
+            unpack(dplain, &shared.dy[mine + i][at.group * NC]);
+            unpack(inputs, &shared.x[k][at.lane].x);
+            unpack(slope, &shared.slope[k][at.lane].x);
+            if (HAS_Z) unpack(dgate, &shared.dgate[k][at.lane].x);
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) {
-                const index_t offset = (index_t)out_step * i + j;
-                const bool writes = at.real[j] && (whole || mine + i < left);
-                const float input = shared.x[mine + i][at.own + j], dplain = shared.dy[mine + i][at.own + j];
-                const float skipped = D[j] * dplain, step = shared.dt[mine + i][at.own + j];
-                const float dv = fmaf(du[i][j], input, LN2 * ddt[i][j]) * shared.slope[mine + i][at.own + j];
-                if (writes) {
-                    dx[offset] = narrow(fmaf(du[i][j], step, skipped));
-                    ddt_out[offset] = narrow(dv);
-#if HAS_Z
-                    dz[(index_t)dz_step * i + j] =
-                        narrow(fmaf(D[j], input, y[i][j]) * shared.dgate[mine + i][at.own + j]);
-#endif
-                }
-                dD[j] = fmaf(dplain, input, dD[j]);
-                dbias[j] += whole || mine + i < left ? dv : 0.f;
+            for (int c = 0; c < NC; ++c) {
+                dv[c] = fmaf(du[c], inputs[c], LN2 * ddt[c]) * slope[c];
+                dx[c] = fmaf(du[c], sizes[c], D[c] * dplain[c]);
+                if (HAS_Z) dgates[c] = y[k][c] * dgate[c];
+                dD[c] = fmaf(dplain[c], inputs[c], dD[c]);
+                dbias[c] += is_there ? dv[c] : 0.f;
             }
+            write(p.dx + place + (index_t)out_step * i, dx, count);
+            write(p.ddt + place + (index_t)out_step * i, dv, count);
+            if (HAS_Z) write(dz + (index_t)dz_step * i, dgates, count);
+        }
         place -= (index_t)out_step * BACKWARD_TILE;
         dz -= (index_t)dz_step * BACKWARD_TILE;
         __syncwarp();
@@ -792,20 +919,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
     else if (p.dstates)
         load_states(g, p.dstates + (p.chained ? at.row : here) * state_size, at, in);
     clear(dA);
-    float D[OWN], bias[OWN], dD[OWN], dbias[OWN];
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-        D[j] = in.D ? in.D[at.column + at.near[j]] : 0.f;
-        bias[j] = in.bias ? in.bias[at.column + at.near[j]] : 0.f;
-        dD[j] = dbias[j] = 0.f;
-    }
+    float dD[NC] = {}, dbias[NC] = {};
+    stage_channels(shared.D, in.D, at);
+    stage_channels(shared.bias, in.bias, at);
     int t0 = (at.end - 1) / KEEP * KEEP;
     if (at.end - t0 < KEEP) {
-        backward_interval<false>(p, at, t0, block, shared, A, g, dA, D, bias, dD, dbias, dBC);
+        backward_interval<false>(p, at, t0, block, shared, A, g, dA, dD, dbias, dBC);
         t0 -= KEEP;
     }
     for (; t0 >= at.begin; t0 -= KEEP)
-        backward_interval<true>(p, at, t0, block, shared, A, g, dA, D, bias, dD, dbias, dBC);
+        backward_interval<true>(p, at, t0, block, shared, A, g, dA, dD, dbias, dBC);
 
     if (p.chained && at.chunk > 0) {
         store_states(g, p.chained + (here - 1) * state_size, at, in);
@@ -823,18 +946,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) scan_backwa
             int n = at.q * NS + s;
             if (channel < in.channels && n < N) parts[channel * (N + 2) + n] = dA[c][s];
         }
+    sum_group<BACKWARD_TILE>(dD);
+    sum_group<BACKWARD_TILE>(dbias);
 #pragma unroll
-    for (int j = 0; j < OWN; ++j)
-#pragma unroll
-        for (int bit = NC; bit < NC * PARTS; bit *= 2) {
-            dD[j] += __shfl_xor_sync(FULL, dD[j], bit);
-            dbias[j] += __shfl_xor_sync(FULL, dbias[j], bit);
-        }
-#pragma unroll
-    for (int j = 0; j < OWN; ++j)
-        if (at.writes[j]) {
-            parts[(at.first + at.own + j) * (N + 2) + N] = dD[j];
-            parts[(at.first + at.own + j) * (N + 2) + N + 1] = dbias[j];
+    for (int c = 0; c < NC; ++c)
+        if (at.q == 0 && c < at.count) {
+            parts[(at.column + c) * (N + 2) + N] = dD[c];
+            parts[(at.column + c) * (N + 2) + N + 1] = dbias[c];
         }
 }
 
@@ -865,50 +983,52 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_dstates(cons
     Tile A, g;
     load_A(A, at, in);
     clear(g);
-    float bias[OWN], total[OWN];
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-        bias[j] = in.bias ? in.bias[at.column + at.near[j]] : 0.f;
-        total[j] = 0.f;
-    }
-    io_t dt[FORWARD_TILE][OWN], z[FORWARD_TILE][OWN], dy[FORWARD_TILE][OWN], C[TILE_WORDS];
+    const int mine = at.q % APART(FORWARD_TILE);
+    float bias[NC], total[NC] = {};
+    stage_channels(shared.bias, in.bias, at);
+    __syncwarp();
+    unpack(bias, &shared.bias[at.group * NC]);
+    Four dt[OWN(FORWARD_TILE)], z[OWN(FORWARD_TILE)], dy[OWN(FORWARD_TILE)], C[FOURS];
     int t = at.begin + (at.end - 1 - at.begin) / FORWARD_TILE * FORWARD_TILE;
-    Column dts = column(in.dt, in.sdt, t, at), dys = column(p.dy, p.sdy, t, at);
-    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t, at);
+    Column dts = column(in.dt, in.sdt, t + mine, at), dys = column(p.dy, p.sdy, t + mine, at);
+    Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t + mine, at);
     Column Cs = states_column(in.C, in.sC, t, at);
-    fetch_some(dt, dts, at.end - t, at);
-    fetch_some(dy, dys, at.end - t, at);
-    if (HAS_Z) fetch_some(z, zs, at.end - t, at);
+    fetch_some<FORWARD_TILE>(dt, dts, at.end - t - mine, at);
+    fetch_some<FORWARD_TILE>(dy, dys, at.end - t - mine, at);
+    if (HAS_Z) fetch_some<FORWARD_TILE>(z, zs, at.end - t - mine, at);
     fetch_states(C, Cs, at.end - t, at);
     for (; t >= at.begin; t -= FORWARD_TILE) {
         const int left = at.end - t;
 #pragma unroll
-        for (int i = 0; i < FORWARD_TILE; ++i)
+        for (int k = 0; k < OWN(FORWARD_TILE); ++k) {
+            const int i = mine + k * APART(FORWARD_TILE);
+            float steps[NC], dplain[NC];
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) {
-                float step = i < left ? step_size(dt[i][j], bias[j]) : 0.f;
-                float dplain = widen(dy[i][j]);
+            for (int c = 0; c < NC; ++c) {
+                steps[c] = i < left ? step_size(number(dt[k], c) + bias[c]) : 0.f;
+                dplain[c] = number(dy[k], c);
 #if HAS_Z
-                float gate = widen(z[i][j]);
-                dplain *= gate * sigmoid(gate);
+                const float gate = number(z[k], c);
+                dplain[c] *= gate * sigmoid(gate);
 #endif
-                shared.dt[i][at.own + j] = step;
-                shared.u[i][at.own + j] = dplain;
-                total[j] += step;
+                total[c] += steps[c];
             }
+            pack(&shared.dt[i][at.group * NC], steps);
+            pack(&shared.u[i][at.group * NC], dplain);
+        }
         stage_states(shared.C, C, at.lane);
         const unsigned starts = find_starts(FORWARD_TILE, t, at, in);
         __syncwarp();
         if (t > at.begin) {
             move(dts, -FORWARD_TILE), move(dys, -FORWARD_TILE), move(zs, -FORWARD_TILE), move(Cs, -FORWARD_TILE);
-            fetch(dt, dts, at);
-            fetch(dy, dys, at);
-            if (HAS_Z) fetch(z, zs, at);
+            fetch_own<FORWARD_TILE>(dt, dts, at);
+            fetch_own<FORWARD_TILE>(dy, dys, at);
+            if (HAS_Z) fetch_own<FORWARD_TILE>(z, zs, at);
             fetch_states(C, Cs, FORWARD_TILE, at);
         }
         if (starts)
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) total[j] = __int_as_float(0x7f800000);
+            for (int c = 0; c < NC; ++c) total[c] = __int_as_float(0x7f800000);
 #pragma unroll
         for (int i = FORWARD_TILE - 1; i >= 0; --i) {
             float step[NC], dplain[NC], C_[NS];
@@ -926,8 +1046,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_dstates(cons
     }
     const index_t place = at.row * in.chunks + at.chunk;
     store_states(g, p.chunk_dstates + place * in.channels * N, at, in);
-#pragma unroll
-    for (int j = 0; j < OWN; ++j)
-        if (at.writes[j]) p.total_dt[place * in.channels + at.first + at.own + j] = total[j];
+    store_total(p.total_dt + place * in.channels, total, at);
 }
 #endif

@@ -55,7 +55,9 @@ class Layout:
         """Bytes of shared memory of a block; BlockShared in the source."""
         states = self.keep // BACKWARD_TILE * NUM_CHANNELS * 32 * NUM_STATES
         padded = self.lanes * NUM_STATES
-        per_warp = states + BACKWARD_TILE * 2 * padded + 6 * BACKWARD_TILE * self.warp_channels
+        steps_of_a_lane = BACKWARD_TILE // min(self.lanes, BACKWARD_TILE)
+        rows = BACKWARD_TILE * (2 * padded + 5 * (self.warp_channels + 8))
+        per_warp = states + rows + 3 * steps_of_a_lane * NUM_CHANNELS * 32 + 2 * self.warp_channels
         return 4 * (self.warps * per_warp + 2 * self.keep * padded)
 
 
@@ -91,6 +93,8 @@ class _Call:
         self.doc_ids = doc_ids.contiguous() if doc_ids is not None else None
         self.batch, self.length, self.channels = x.shape
         self.num_states, self.dt_softplus = A.shape[1], dt_softplus
+        self.aligned = are_aligned(self.x, self.dt, self.z, self.dy)
+        self.aligned_states = are_aligned(self.B, self.C)
         self.layout = layout(self.num_states, x.device)
         self.threads = self.layout.warps * 32
         self.blocks = math.ceil(self.channels / self.layout.block_channels)  # for a row
@@ -107,6 +111,7 @@ class _Call:
     def kernels(self, part: str, **constants: int) -> Kernels:
         inputs = {"N": self.num_states, "IO": IO[self.io], "HAS_Z": int(self.z is not None)}
         inputs["SOFTPLUS"] = int(self.dt_softplus)
+        inputs |= {"ALIGNED": int(self.aligned), "ALIGNED_STATES": int(self.aligned_states)}
         tiles = {"WARPS": self.layout.warps, "KEEP": self.layout.keep, "FORWARD_TILE": FORWARD_TILE}
         tiles["BACKWARD_TILE"] = BACKWARD_TILE
         return kernels("selective_scan.cu", **inputs, **tiles, **{part: 1}, **constants)
@@ -151,6 +156,17 @@ class _Call:
         arguments = pack(states, total_dt, self.A, first, last, self.batch, chunks, self.channels, int(backward))
         blocks = math.ceil(self.batch * self.channels * self.num_states / self.threads)
         self.kernels("CHUNKED").launch("scan_state_passing", blocks, self.threads, arguments, self.device)
+
+
+def are_aligned(*tensors: Tensor | None) -> bool:
+    """Whether four neighbours of the last dimension are one word of memory, wherever they begin."""
+
+    def is_aligned(tensor: Tensor) -> bool:
+        steps = [stride for stride, size in zip(tensor.stride()[:2], tensor.shape, strict=False) if size > 1]
+        whole = all(count % 4 == 0 for count in (*steps, tensor.shape[-1]))
+        return whole and tensor.data_ptr() % (4 * tensor.element_size()) == 0
+
+    return all(is_aligned(tensor) for tensor in tensors if tensor is not None)
 
 
 def _parameter(tensor: Tensor | None) -> Tensor | None:
@@ -205,6 +221,7 @@ def backward(
     as_z = None if z is None else (z.dtype, z.stride())  # the kernel writes dz as it reads z
     if z is not None and (dz is None or call.z is not z or (dz.dtype, dz.stride()) != as_z):
         dz = new(z.shape, dtype=call.io)
+    call.aligned = call.aligned and are_aligned(dz)
     dBC = new(call.blocks, call.batch, call.length, 2 * num_states)
     parts = new(call.batch * chunks, call.channels, num_states + 2)
     dinitial = new(call.batch, *inputs.A.shape) if inputs.initial_state is not None else None
