@@ -1,6 +1,7 @@
 """Does the plan of memory hold, and is its choice fast? Runs `mambakit train` on one GPU.
 
-    python benchmarks/cards.py SHARDS --out cards.json           every --vram with small, medium and large, 20 steps
+    python benchmarks/cards.py SHARDS --out cards.json           every --vram with small, medium and large, 20 steps;
+                                                                 --together: as many at once as the card has memory for
     python benchmarks/cards.py SHARDS --out auto.json --auto     the whole card, beside micro-batches chosen by hand
 
 For each run: what was planned, the measured peak (allocated by torch, CUDA graphs included), the share of the card, and
@@ -16,14 +17,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mambakit.config import read_config, resolve
 from mambakit.parallel import Mesh
 from mambakit.planning import CARDS, card_bytes, memory
 
 GIB = 2**30
+CONTEXT_GIB = 1.5  # that a process takes of the card beside its tensors
 LENGTH, STEPS = 2048, 20
 # Rows at once and what is recomputed, as a person would try them.
 BY_HAND = {
@@ -76,32 +84,70 @@ def cases(auto: bool, batch_tokens: int) -> list[tuple[str, list[object]]]:
     return found
 
 
+class Room:
+    """The card's memory, for runs that are on it at once. Times are then not those of a run alone."""
+
+    def __init__(self, together: bool) -> None:
+        free = torch.cuda.mem_get_info()[0] / GIB if torch.cuda.is_available() else 0.0
+        self.whole = self.free = free if together else 0.0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, card: float) -> Iterator[None]:
+        """Wait for the room of one card of so many GB, at most all there is."""
+        wanted = min(card_bytes(card) / GIB + CONTEXT_GIB, self.whole)
+        with self._changed:
+            self._changed.wait_for(lambda: self.free >= wanted)
+            self.free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.free += wanted
+                self._changed.notify_all()
+
+
+def line(name: str, result: dict[str, Any], usable: float | None) -> str:
+    if result["status"]:
+        return f"{name}: status {result['status']}: {result['told'].strip().splitlines()[-1]}"
+    apart = result["planned_gib"] / result["measured_gib"] - 1
+    share = f", {result['measured_gib'] / usable:.0%} of the card" if usable else ""
+    return (
+        f"{name}: {result['rows']} rows, {result['passes']} passes, {result['recompute']}: planned "
+        f"{result['planned_gib']:.1f}, measured {result['measured_gib']:.1f} GiB ({apart:+.1%}){share}, "
+        f"{result['tokens_per_second']:,.0f} tokens/s{', made smaller' * result['shrunk']}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument(
+        "--together", action="store_true", help="several at once; not with --auto, which is about speed"
+    )
     parser.add_argument("--batch-tokens", type=int, default=2**18)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
+    if given.auto and given.together:
+        parser.error("--auto measures speed, and so takes one run after the other")
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    for name, words in cases(given.auto, given.batch_tokens):
-        if name in results or given.only not in name:
-            continue
-        result = results[name] = train(given.shards, *words)
-        if result["status"] == 0:
-            apart = result["planned_gib"] / result["measured_gib"] - 1
-            usable = card_bytes(float(name.split()[1][:-2])) / GIB if not given.auto else None
-            share = f", {result['measured_gib'] / usable:.0%} of the card" if usable else ""
-            print(
-                f"{name}: {result['rows']} rows, {result['passes']} passes, {result['recompute']}: planned "
-                f"{result['planned_gib']:.1f}, measured {result['measured_gib']:.1f} GiB ({apart:+.1%}){share}, "
-                f"{result['tokens_per_second']:,.0f} tokens/s{', made smaller' * result['shrunk']}",
-                flush=True,
-            )
-        else:
-            print(f"{name}: status {result['status']}: {result['told'].strip().splitlines()[-1]}", flush=True)
-        given.out.write_text(json.dumps(results, indent=1))
+    room, writing = Room(given.together), threading.Lock()
+
+    def run(case: tuple[str, list[object]]) -> None:
+        name, words = case
+        card = None if given.auto else float(name.split()[1][:-2])
+        with room.taken(card or 0.0):
+            result = train(given.shards, *words)
+        with writing:
+            results[name] = result | ({"together": True} if given.together else {})
+            print(line(name, result, card_bytes(card) / GIB if card else None), flush=True)
+            given.out.write_text(json.dumps(results, indent=1))
+
+    left = [case for case in cases(given.auto, given.batch_tokens) if case[0] not in results and given.only in case[0]]
+    with ThreadPoolExecutor(len(left) if given.together and left else 1) as pool:
+        list(pool.map(run, left))
 
 
 if __name__ == "__main__":
