@@ -74,7 +74,7 @@ DOORS: dict[str, str] = {
     "info": "checkpoint config data files",
     "verify": "checkpoint config data files",
     "planning": "config device model ops parallel presets",
-    "training": "checkpoint config data decoding device evaluation files measure model parallel planning presets progress signals xla",
+    "training": "checkpoint config data decoding device evaluation files measure model ops parallel planning presets progress signals xla",
     "launch": "checkpoint files parallel progress signals training",
     "bench": "config data decoding device files measure model ops parallel training",
     "cli": "bench checkpoint config data device evaluation files info launch loaded parallel planning presets progress reporting serving signals training verify",

@@ -2,7 +2,18 @@
 
 from .mesh import Mesh, layout_of, mesh_of
 from .places import Sliced
-from .ranks import Ranks, parallelize
+from .ranks import Ranks, clip_factor, parallelize
 from .world import DecidedElsewhere, World, code_digest
 
-__all__ = ["DecidedElsewhere", "Mesh", "Ranks", "Sliced", "World", "code_digest", "layout_of", "mesh_of", "parallelize"]
+__all__ = [
+    "DecidedElsewhere",
+    "Mesh",
+    "Ranks",
+    "Sliced",
+    "World",
+    "clip_factor",
+    "code_digest",
+    "layout_of",
+    "mesh_of",
+    "parallelize",
+]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -287,13 +286,11 @@ class Ranks:
                 local = gradient[piece.place.rows[0] : piece.place.rows[1]]
             piece.tensor.grad = local
 
-    def clip(self, limit: float | None, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale all gradients so that their norm is at most `limit`. Gives the norm before; and 1 if it or the loss is
-        not finite on any rank, else 0, on the device."""
+    def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all gradients; and 1 if it or the loss is not finite on any rank, else 0, on the device."""
         if self.is_one:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
             return norm, _is_not_finite(norm, loss)
-        gradients = [piece.tensor.grad for piece in self.pieces.values() if piece.tensor.grad is not None]
         parts: list[Tensor] = []
         copies: list[int] = []  # ranks that hold each part
         for piece in self.pieces.values():
@@ -312,11 +309,17 @@ class Ranks:
         totals = torch.stack([squares, _is_not_finite(loss).to(squares)])
         dist.all_reduce(totals)
         norm = totals[0].sqrt().to(torch.promote_types(self.model.lm_head.weight.dtype, torch.float32))
-        if limit is not None:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for place in {gradient.device for gradient in gradients}:
-                torch._foreach_mul_([each for each in gradients if each.device == place], factor.to(place))
         return norm, torch.maximum(_is_not_finite(norm), totals[1].clamp(max=1).float())
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Scale all gradients, whose norm this is, so that it is at most `limit`."""
+        if self.is_one:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
+            return
+        gradients = [piece.tensor.grad for piece in self.pieces.values() if piece.tensor.grad is not None]
+        for place in {gradient.device for gradient in gradients}:
+            factor = clip_factor(limit, norm).to(place)
+            torch._foreach_mul_([each for each in gradients if each.device == place], factor)
 
     def after_update(self) -> None:
         """After the optimizer's step: each rank gets what the others have stepped, and gradients are cleared."""
@@ -336,6 +339,10 @@ def _rows(parameter: nn.Parameter, ranks: Ranks) -> tuple[int, int] | None:
         return None
     mesh = ranks.mesh
     return chunk(parameter.shape[0], mesh.shard * mesh.cp, mesh.data_rank % mesh.shard * mesh.cp + mesh.cp_rank)
+
+
+def clip_factor(limit: float, norm: Tensor) -> Tensor:
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _is_not_finite(number: Tensor, other: Tensor | None = None) -> Tensor:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigError, ModelConfig, OptimConfig
-from ..parallel import Ranks, Sliced
+from ..ops.adamw import adamw_kernel
+from ..parallel import Ranks, Sliced, clip_factor
 from . import int8, muon
+from .adamw import OnePassAdamW
 from .profiling import region
 
 # A parameter whose name ends so is never decayed: the state's decay rates and skip, dt's bias, norms, other biases.
@@ -41,6 +43,9 @@ def make_optimizer(
     options["fused"] = device.type in ("cpu", "cuda")
     options["capturable"] = device.type == "xla"  # the counts of steps stay there, and nothing waits for them
     if config.name == "adamw":
+        makes = adamw_kernel(device)
+        if makes is not None and all(p.is_cuda and p.dtype == torch.float32 for p in parameters.values()):
+            return OnePassAdamW(groups, makes, **options)
         return torch.optim.AdamW(groups, **options)
     assert model is not None
     averaging = {"momentum": config.momentum, "weight_decay": config.weight_decay}
@@ -80,7 +85,12 @@ def update(
     ranks.reduce_gradients()
     after_sum()
     scaler.unscale_(optimizer)
-    norm, skipped = ranks.clip(clip, loss)
+    norm, skipped = ranks.norm(loss)
+    if clip is not None:
+        if isinstance(optimizer, OnePassAdamW):
+            optimizer.factor = clip_factor(clip, norm)
+        else:
+            ranks.clip(clip, norm)
     if scaler.is_enabled():  # its scale falls after a skipped step, on all ranks
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.copy_(skipped)
