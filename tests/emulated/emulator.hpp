@@ -160,6 +160,16 @@ inline void cvt_rn_bf16x2_f32(unsigned& word, float high, float low) {
     cvt_rn_bf16_f32(parts[0], low), cvt_rn_bf16_f32(parts[1], high);
     memcpy(&word, parts, 4);
 }
+inline void st_global_v2_b32(void* place, unsigned low, unsigned high) {
+    if ((uintptr_t)place % 8) abort();
+    const unsigned words[2] = {low, high};
+    memcpy(place, words, 8);
+}
+inline void st_global_v4_f32(void* place, float a, float b, float c, float d) {
+    if ((uintptr_t)place % 16) abort();
+    const float words[4] = {a, b, c, d};
+    memcpy(place, words, 16);
+}
 inline void prefetch_global_L2(const void*) {}
 inline void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, unsigned a0,
                                                                unsigned a1, unsigned a2, unsigned a3, unsigned b0,
@@ -183,6 +193,10 @@ struct alignas(16) float4 {
 struct alignas(16) int4 {
     int x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
 inline float __uint_as_float(unsigned bits) { return reinterpret_cast<float&>(bits); }

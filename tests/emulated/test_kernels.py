@@ -196,6 +196,18 @@ def test_the_convolution_agrees_with_fp64(dtype: torch.dtype, length: int, chann
     _compare(conv, ops.causal_conv1d, arguments | {"doc_ids": random_documents(2, length)}, dtype)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_convolution_takes_a_gradient_in_two_parts_and_writes_beside_others(documents: bool) -> None:
+    arguments = _stored(cases.conv(2, 70, 40), torch.float32)
+    inputs = ConvInputs(**arguments, doc_ids=random_documents(2, 70) if documents else None, silu=True)
+    dy, more, dfinal = torch.randn(2, 70, 40), torch.randn(2, 70, 96), torch.randn(2, 3, 40)
+    wide = torch.full((2, 70, 96), 7.0)
+    grads = causal_conv1d.backward(inputs, dy, dfinal, more[..., 8:48], wide[..., 8:48])
+    expected = causal_conv1d.backward(inputs, dy + more[..., 8:48], dfinal)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True) if a is not None and b is not None)
+    assert (wide[..., :8] == 7).all() and (wide[..., 48:] == 7).all()
+
+
 @pytest.mark.parametrize("count", [1, 100, 3000])
 def test_the_embedding_s_gradient_is_the_sum_of_its_places(count: int) -> None:
     tokens = (torch.rand(count) ** 3 * 50).long()

@@ -71,7 +71,7 @@ def test_the_convolution_compiles(
     capability: tuple[int, int], width: int, v: int, dtype: torch.dtype, documents: int
 ) -> None:
     constants = {
-        "W": width, "V": v, "STEPS": causal_conv1d.STEPS, "IO": nvrtc.IO[dtype], "SILU": 1, "DOCUMENTS": documents,
+        "W": width, "V": v, "STEPS": causal_conv1d.STEPS, "IO": nvrtc.IO[dtype], "SILU": 1, "DOCUMENTS": documents, "MORE": documents,
         "FORWARD_BLOCKS": causal_conv1d.FORWARD_BLOCKS, "BACKWARD_BLOCKS": causal_conv1d.BACKWARD_BLOCKS,
     }  # fmt: skip
     assert _is_machine_code(nvrtc.compile_kernels("causal_conv1d.cu", constants, capability))

@@ -3,7 +3,8 @@
 // A thread has V neighbouring channels and goes along a chunk of time with the last W - 1 inputs in registers, so every
 // input is read once. Where a document begins, these inputs become zero.
 //
-// Compiled with W (taps), V (channels of a thread), STEPS (that are read at once), IO (common.cuh), SILU, DOCUMENTS.
+// Compiled with W (taps), V (channels of a thread: 4, which are one word of memory, or 1), STEPS (that are read at once), IO
+// (common.cuh), SILU, DOCUMENTS; for backward MORE, whether the gradient of y comes in two parts.
 
 #define PAST (W - 1)
 #define HELD (W > 1 ? W - 1 : 1)  // no array is empty
@@ -22,22 +23,30 @@ struct Inputs {
     index_t batch, length, channels, chunk_length;
 };
 
-struct __align__(sizeof(io_t) * V) Stored {
+typedef float Wide[V];
+
+#if V == 4
+typedef Four Stored;
+#else
+struct Stored {
     io_t values[V];
 };
 
-typedef float Wide[V];
+__device__ __forceinline__ float number(const Stored& stored, int v) { return widen(stored.values[v]); }
+#endif
 
 __device__ __forceinline__ void widen_all(Wide& values, const Stored& stored) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) values[v] = widen(stored.values[v]);
+    for (int v = 0; v < V; ++v) values[v] = number(stored, v);
 }
 
 __device__ __forceinline__ void store(io_t* memory, const Wide& values) {
-    Stored stored;
+#if V == 4
+    store_four(memory, values);
+#else
 #pragma unroll
-    for (int v = 0; v < V; ++v) stored.values[v] = narrow(values[v]);
-    *reinterpret_cast<Stored*>(memory) = stored;
+    for (int v = 0; v < V; ++v) memory[v] = narrow(values[v]);
+#endif
 }
 
 __device__ __forceinline__ Stored load(const io_t* memory) { return *reinterpret_cast<const Stored*>(memory); }
@@ -261,28 +270,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
 
     const io_t* x = in.x + at.row * in.sx.row + at.begin * in.sx.step + at.channel;
     const io_t* dy = p.dy + at.row * p.sdy.row + at.begin * p.sdy.step + at.channel;
-    const io_t* more_dy = p.more_dy ? p.more_dy + at.row * p.smore.row + at.begin * p.smore.step + at.channel : nullptr;
+    const io_t* more_dy = MORE ? p.more_dy + at.row * p.smore.row + at.begin * p.smore.step + at.channel : nullptr;
     const int x_step = (int)in.sx.step, dy_step = (int)p.sdy.step, more_step = (int)p.smore.step;
     const int stop = (int)min((index_t)at.end + PAST, in.length);  // the chunk, and what looks back into it
     const int* documents = in.documents + at.row * in.length + at.begin;
     int left = stop - at.begin, document = DOCUMENTS ? documents[at.begin > 0 ? -1 : 0] : 0;
-    for (int t = at.begin; left > 0; t += STEPS, left -= STEPS) {
+    // The next steps. Those are `inner` that are all of this chunk, and complete gradients of this chunk alone.
+    const auto advance = [&](int t, const bool is_inner) __attribute__((always_inline)) {
         Stored xs[STEPS], dys[STEPS], more[STEPS];
         int ids[DOCUMENTS ? STEPS : 1];
-        fetch(xs, x, x_step, left);
-        fetch(dys, dy, dy_step, left);
-        if (more_dy) {
-            fetch(more, more_dy, more_step, left);
-            more_dy += (index_t)more_step * STEPS;
-        }
-        fetch(ids, documents, left);
+        const int here = is_inner ? STEPS : left;
+        fetch(xs, x, x_step, here);
+        fetch(dys, dy, dy_step, here);
+        if (MORE) fetch(more, more_dy, more_step, here);
+        fetch(ids, documents, here);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            if (i >= left) break;
+            if (i >= here) break;
             widen_all(seen[PAST + i], xs[i]);
             Wide d;
             widen_all(d, dys[i]);
-            if (p.more_dy) {
+            if (MORE) {
                 Wide other;
                 widen_all(other, more[i]);
 #pragma unroll
@@ -293,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
                 document = ids[i];
                 age = 0;
             }
-            const bool counts = t + i < at.end;  // for the weights
+            const bool counts = is_inner || t + i < at.end;  // for the weights
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 if (SILU) {
@@ -309,12 +317,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
                 if (counts) dbias[v] += d[v];
             }
             if (DOCUMENTS) age = min(age + 1, PAST);
-            finish(t + i - PAST, grad[i]);
+            if (is_inner)
+                store(dx + (t + i - PAST) * p.sdx.step, grad[i]);
+            else
+                finish(t + i - PAST, grad[i]);
         }
         x += (index_t)x_step * STEPS;
         dy += (index_t)dy_step * STEPS;
+        if (MORE) more_dy += (index_t)more_step * STEPS;
         documents += STEPS;
-        if (left >= STEPS) {
+        if (here >= STEPS) {
 #pragma unroll
             for (int k = 0; k < PAST; ++k)
 #pragma unroll
@@ -322,12 +334,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
         } else {
 #pragma unroll
             for (int i = 1; i < STEPS; ++i)
-                if (i == left)
+                if (i == here)
 #pragma unroll
                     for (int k = 0; k < PAST; ++k)
 #pragma unroll
                         for (int v = 0; v < V; ++v) grad[k][v] = grad[i + k][v];
         }
+    };
+    for (int t = at.begin; left > 0; t += STEPS, left -= STEPS) {
+        if (t >= at.begin + PAST && t + STEPS <= at.end)
+            advance(t, true);
+        else
+            advance(t, false);
     }
     if (stop == in.length)  // nothing later looks back at the last W - 1
 #pragma unroll

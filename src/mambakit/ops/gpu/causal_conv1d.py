@@ -51,7 +51,7 @@ def backward(
     upstream = pack(dy, *dy.stride()[:2], more_dy, *(dy if more_dy is None else more_dy).stride()[:2], dfinal)
     arguments = packed + upstream + pack(dx, *dx.stride()[:2], dinitial, parts)
     blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
-    _code(inputs, v).launch("conv_backward", blocks, THREADS, arguments, x.device)
+    _code(inputs, v, MORE=int(more_dy is not None)).launch("conv_backward", blocks, THREADS, arguments, x.device)
     dparameters = parts.sum(0)  # (W + 1, D)
     return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
 
@@ -91,8 +91,8 @@ def _pack_inputs(
     return packed, (weight, bias, documents)
 
 
-def _code(inputs: ConvInputs, v: int) -> Kernels:
+def _code(inputs: ConvInputs, v: int, MORE: int = 0) -> Kernels:
     options = {"SILU": int(inputs.silu), "DOCUMENTS": int(inputs.doc_ids is not None)}
     blocks = {"FORWARD_BLOCKS": FORWARD_BLOCKS, "BACKWARD_BLOCKS": BACKWARD_BLOCKS}
     sizes = {"W": inputs.weight.shape[1], "V": v, "STEPS": STEPS, "IO": IO[inputs.x.dtype]}
-    return kernels("causal_conv1d.cu", **sizes, **options, **blocks)
+    return kernels("causal_conv1d.cu", **sizes, **options, **blocks, MORE=MORE)

@@ -54,6 +54,51 @@ __device__ __forceinline__ unsigned narrow_two(float low, float high) {
 }
 #endif
 
+// Four neighbouring numbers as they are stored.
+#if IO == 0
+typedef float4 Four;
+#else
+typedef uint2 Four;
+#endif
+
+__device__ __forceinline__ Four zeros() {
+#if IO == 0
+    return make_float4(0.f, 0.f, 0.f, 0.f);
+#else
+    return make_uint2(0u, 0u);
+#endif
+}
+
+__device__ __forceinline__ float number(const Four& four, int i) {
+#if IO == 0
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+#else
+    const unsigned word = i < 2 ? four.x : four.y;
+#if IO == 1
+    return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+#else
+    return widen((io_t)(word >> i % 2 * 16));
+#endif
+#endif
+}
+
+// By an instruction, since the compiler takes an assignment apart where that saves it a move.
+__device__ __forceinline__ void store_words(float* memory, const float (&values)[4]) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(memory), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_four(io_t* memory, const float (&values)[4]) {
+#if IO == 0
+    store_words(memory, values);
+#else
+    const unsigned low = narrow_two(values[0], values[1]), high = narrow_two(values[2], values[3]);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" : : "l"(memory), "r"(low), "r"(high) : "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 800
 // d += a b by tensor cores: a (16, 8) and b (8, 8), without the last 13 bits of each number. Of d, a lane has the rows
 // lane / 4 and 8 further, and the columns 2 (lane % 4) and the next; of a these rows, and the columns lane % 4 and 4

@@ -70,30 +70,6 @@ __device__ __forceinline__ Place find_place(const Inputs& in, index_t block) {
     return at;
 }
 
-// Four neighbouring numbers as they are stored.
-struct __align__(4 * sizeof(io_t)) Four {
-#if IO == 0
-    float values[4];
-#else
-    unsigned words[2];
-#endif
-};
-
-__device__ __forceinline__ float number(const Four& four, int i) {
-#if IO == 0
-    return four.values[i];
-#elif IO == 1
-    return __uint_as_float(i % 2 ? four.words[i / 2] & 0xffff0000u : four.words[i / 2] << 16);
-#else
-    return widen((io_t)(four.words[i / 2] >> i % 2 * 16));
-#endif
-}
-
-__device__ __forceinline__ Four zeros() {
-    Four four = {};
-    return four;
-}
-
 // The first `count` of four numbers, which are one word if they are `aligned`: then all of them, if there is one.
 template <bool aligned>
 __device__ __forceinline__ Four fetch(const io_t* memory, int count) {
@@ -101,29 +77,16 @@ __device__ __forceinline__ Four fetch(const io_t* memory, int count) {
     io_t values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = i < count ? memory[i] : (io_t)0;
-    Four four;
 #if IO == 0
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four.values[i] = values[i];
+    return make_float4(values[0], values[1], values[2], values[3]);
 #else
-    four.words[0] = values[0] | (unsigned)values[1] << 16;
-    four.words[1] = values[2] | (unsigned)values[3] << 16;
+    return make_uint2(values[0] | (unsigned)values[1] << 16, values[2] | (unsigned)values[3] << 16);
 #endif
-    return four;
 }
 
 __device__ __forceinline__ void write(io_t* memory, const float (&values)[NC], int count) {
     if (ALIGNED) {
-        if (!count) return;
-        Four four;
-#if IO == 0
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four.values[i] = values[i];
-#else
-        four.words[0] = narrow_two(values[0], values[1]);
-        four.words[1] = narrow_two(values[2], values[3]);
-#endif
-        *reinterpret_cast<Four*>(memory) = four;
+        if (count) store_four(memory, values);
     } else {
 #pragma unroll
         for (int i = 0; i < NC; ++i)
@@ -194,7 +157,7 @@ __device__ __forceinline__ void store_states(const Tile& h, float* memory, const
         const bool real = channel + c < in.channels;
         if (N % NS == 0) {
             if (real && at.q * NS < N)
-                *reinterpret_cast<float4*>(memory + c * N) = make_float4(h[c][0], h[c][1], h[c][2], h[c][3]);
+                store_words(memory + c * N, h[c]);
         } else {
 #pragma unroll
             for (int s = 0; s < NS; ++s)
