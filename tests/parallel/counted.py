@@ -52,7 +52,7 @@ CALLERS = (
     ("parallel/ranks", "_sum_in_place", "gradients"),
     ("parallel/ranks", "_exchange_rows", "parameters"),
     ("parallel/ranks", "sum_", "loss"),
-    ("parallel/ranks", "clip", "clip"),
+    ("parallel/ranks", "norm", "clip"),
     ("training/pace", "begin", "targets and pace"),
     ("training/loop", "_agree_to_go_on", "agreement to go on"),
     ("parallel/cross_entropy", "", "cross entropy"),
