@@ -60,7 +60,7 @@ class Ranks:
     links: Links | None = None  # of the segments of rows, with context parallelism
     pieces: dict[str, Piece] = field(default_factory=dict)  # by name of the parameter
     _reduces: bool = True
-    _shares: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # on the device: see `clip`
+    _shares: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # on the device: see `norm`
 
     @property
     def is_one(self) -> bool:

@@ -44,12 +44,16 @@ def make_optimizer(
     options["capturable"] = device.type == "xla"  # the counts of steps stay there, and nothing waits for them
     if config.name == "adamw":
         makes = adamw_kernel(device)
-        if makes is not None and all(p.is_cuda and p.dtype == torch.float32 for p in parameters.values()):
+        if makes is not None and all(_is_plain(p) for p in parameters.values()):
             return OnePassAdamW(groups, makes, **options)
         return torch.optim.AdamW(groups, **options)
     assert model is not None
     averaging = {"momentum": config.momentum, "weight_decay": config.weight_decay}
     return muon.Muon(matrices, model.dims, groups, **averaging, **options)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return parameter.is_cuda and parameter.dtype == torch.float32 and parameter.is_contiguous()
 
 
 def check_same_optimizer(before: OptimConfig, now: OptimConfig) -> None:
@@ -111,13 +115,15 @@ def _step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         if not skipped:  # sync point, on devices and with optimizers that have no such kernels
             optimizer.step()
         return
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    devices = {parameter.device for parameter in parameters}
     # Torch copies a flag to the CPU without waiting for it. Offloaded parameters are stepped there.
     optimizer.found_inf = skipped if devices == {skipped.device} else skipped.cpu()  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
+    torch.autograd.graph.increment_version(parameters)  # fused kernels do not: whoever looks for changes relies on it
 
 
 @torch.no_grad()

@@ -49,6 +49,7 @@ OPERATORS = {
 }
 # Kernels of a GPU, by their names: those of ops/gpu, and those of libraries.
 KERNELS = {
+    r"_adamw_kernel": "optimizer",
     r"(embedding|norm|matvec|product|mamba[12]_state|best|pick)_kernel": "evaluation and samples",  # of decoding
     r"scan_": "selective scan",
     r"(decays|chunk_states|state_passing|forward|intra_chunk|dx_dB|dC|ddt|step)_kernel": "SSD",

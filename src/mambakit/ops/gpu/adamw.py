@@ -6,7 +6,6 @@ The kernel finds the tensors by a table of addresses, which is made anew only wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,11 +20,11 @@ COLUMNS = tl.constexpr(7)  # of the table
 
 
 @triton.jit
-def _step_kernel(
+def _adamw_kernel(
     table: tl.tensor, owners: tl.tensor, corrections: tl.tensor, factor: tl.tensor, skipped: tl.tensor, lr: tl.tensor,
-    left: tl.tensor, beta1: tl.tensor, beta2: tl.tensor, eps: tl.tensor, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    left: tl.tensor, rate1: tl.tensor, rate2: tl.tensor, eps: tl.tensor, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`left` of a weight, after its decay."""
+    """`left` of a weight after its decay; `rate1` and `rate2` are 1 - beta1 and 1 - beta2."""
     if tl.load(skipped) == 0:
         row = table + tl.load(owners + tl.program_id(0)) * COLUMNS
         weight = tl.load(row).to(tl.pointer_type(tl.float32))
@@ -45,8 +44,8 @@ def _step_kernel(
         w = tl.load(weight + place, mask=inside, other=0.0)
         if factor is not None:
             g *= tl.load(factor)
-        m += (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
+        m += rate1 * (g - m)
+        v += rate2 * (g * g - v)
         correction = corrections + 2 * tl.load(row + 6)
         w = left * w - lr * tl.load(correction) * m / (tl.sqrt(v) * tl.load(correction + 1) + eps)
         tl.store(average + place, m, mask=inside)
@@ -54,52 +53,50 @@ def _step_kernel(
         tl.store(weight + place, w, mask=inside)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Tensors that are moved in the same way."""
-
-    aligned: bool
-    table: Tensor  # (tensors, COLUMNS): addresses of weight, gradient and averages, size, first program, number
-    owners: Tensor  # (programs): the row of each in the table
-
-
 class InOneKernel:
-    """See ops/adamw.py. Its tensors are often those of the step before."""
+    """See ops/adamw.py. Its tensors are often those of the step before, and always of their sizes."""
 
     def __init__(self) -> None:
         self._addresses: list[tuple[int, ...]] = []
-        self._parts: list[_Part] = []
+        self._tables: dict[
+            bool, Tensor
+        ] = {}  # by whether tensors are aligned; (tensors, COLUMNS): addresses of weight,
+        # gradient and averages, size, first program, number
+        self._counts: dict[bool, list[int]] = {}  # programs of each tensor
+        self._owners: dict[bool, Tensor] = {}  # the row of each program in the table
 
     def __call__(
         self, tensors: Sequence[Stepped], corrections: Tensor, rates: Rates, factor: Tensor | None, skipped: Tensor
     ) -> None:
         addresses = [(*(each.data_ptr() for each in four), four.weight.numel()) for four in tensors]
         if addresses != self._addresses:
-            self._parts = _parts(addresses, skipped.device)
-            self._addresses = addresses
-        for part in self._parts:
-            _step_kernel[(part.owners.numel(),)](
-                part.table, part.owners, corrections, factor, skipped, rates.lr, 1 - rates.lr * rates.weight_decay,
-                rates.beta1, rates.beta2, rates.eps, ALIGNED=part.aligned, BLOCK=BLOCK, num_warps=WARPS,
+            self._write_tables(addresses, skipped.device)
+        for aligned, table in self._tables.items():
+            owners = self._owners[aligned]
+            _adamw_kernel[(owners.numel(),)](
+                table, owners, corrections, factor, skipped, rates.lr, 1 - rates.lr * rates.weight_decay,
+                1 - rates.beta1, 1 - rates.beta2, rates.eps, ALIGNED=aligned, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
+    def _write_tables(self, addresses: list[tuple[int, ...]], device: torch.device) -> None:
+        rows: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+        counts: dict[bool, list[int]] = {True: [], False: []}
+        for number, (*places, size) in enumerate(addresses):
+            aligned = all(place % WORD == 0 for place in (*places, 4 * size))
+            rows[aligned].append((*places, size, sum(counts[aligned]), number))
+            counts[aligned].append(triton.cdiv(size, BLOCK))
+        for aligned, some in counts.items():
+            if some != self._counts.get(aligned):
+                owners = torch.arange(len(some), dtype=torch.int32).repeat_interleave(
+                    torch.tensor(some, dtype=torch.long)
+                )
+                self._owners[aligned] = _there(owners, device)
+        self._tables = {
+            aligned: _there(torch.tensor(some), device) for aligned, some in rows.items() if sum(counts[aligned])
+        }
+        self._addresses, self._counts = addresses, counts
 
-def _parts(addresses: Sequence[tuple[int, ...]], device: torch.device) -> list[_Part]:
-    rows: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
-    programs = {True: 0, False: 0}
-    for number, (*places, size) in enumerate(addresses):
-        aligned = all(place % WORD == 0 for place in (*places, 4 * size))
-        rows[aligned].append((*places, size, programs[aligned], number))
-        programs[aligned] += triton.cdiv(size, BLOCK)
 
-    def there(numbers: Tensor) -> Tensor:
-        """On the device. What is pinned is copied without waiting for it."""
-        return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
-
-    found = []
-    for aligned, some in rows.items():
-        if programs[aligned]:
-            counts = torch.tensor([triton.cdiv(row[4], BLOCK) for row in some])
-            owners = torch.repeat_interleave(torch.arange(len(some), dtype=torch.int32), counts)
-            found.append(_Part(aligned, there(torch.tensor(some)), there(owners)))
-    return found
+def _there(numbers: Tensor, device: torch.device) -> Tensor:
+    """On the device. What is pinned is copied without waiting for it."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)

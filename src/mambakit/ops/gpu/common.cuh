@@ -104,7 +104,8 @@ __device__ __forceinline__ void store_four(io_t* memory, const float (&values)[4
 // lane / 4 and 8 further, and the columns 2 (lane % 4) and the next; of a these rows, and the columns lane % 4 and 4
 // further; of b the rows lane % 4 and 4 further, and the column lane / 4.
 __device__ __forceinline__ void multiply(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),

@@ -64,7 +64,7 @@ class Layout:
 @functools.cache
 def layout(num_states: int, device: torch.device) -> Layout:
     """What fits in the shared memory of this GPU."""
-    keep, room = (STEPS_FOR_A_STATE, 160 * 1024) if is_roomy(device) else (STEPS_WITH_LITTLE_ROOM, 64 * 1024)
+    keep, room = (STEPS_FOR_A_STATE, 160 * 1024) if is_roomy(device) else (STEPS_WITH_LITTLE_ROOM, 48 * 1024)
     warps = 4
     while Layout(num_states, keep, warps).backward_shared > room:
         warps //= 2
