@@ -13,6 +13,7 @@ were enough kills is followed by another one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import mmap
@@ -36,6 +37,7 @@ import torch
 import torch.distributed.fsdp
 from runs import make_shards, metrics, settings, state_bytes
 
+from mambakit import signals
 from mambakit.__main__ import main as command
 from mambakit.checkpoint import native
 from mambakit.cli import main as mambakit
@@ -59,8 +61,9 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 # "saving" is where training waits; a plain process writes its checkpoints in another thread, and trains meanwhile.
+# "forked" is before signals are handled, as in the moment when Python itself begins.
 PHASES = (
-    "starting", "training", "evaluating", "sampling", "saving", "deleting", "ending", "preparing", "building",
+    "forked", "starting", "training", "evaluating", "sampling", "saving", "deleting", "ending", "preparing", "building",
     "going back",
 )  # fmt: skip
 # When a rank is killed: after some time from its start, or in a phase, or before one of its writes to the run folder.
@@ -151,6 +154,15 @@ def watch(shared: Shared, rank: int, folder: Path, last_write: int | None) -> No
         finally:
             shared.memory[16 + rank] = 0
 
+    ending = signals.ending
+
+    @contextlib.contextmanager
+    def handling() -> Iterator[None]:
+        with ending():
+            shared.memory[rank] = PHASES.index("starting")
+            yield
+
+    signals.ending = handling
     original, loop.step = loop.step, step
     written, native.write = native.write, write
     run.find_shards = during("preparing", run.find_shards)
