@@ -9,7 +9,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from mambakit import MambaLM
 from mambakit.config import ConfigError, RunConfig, resolve
 from mambakit.parallel import Mesh
 from mambakit.planning import CARDS, Gpu, card_bytes, cards, fastest_fit, fit, memory
@@ -47,6 +50,38 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(
 ) -> None:
     planned = memory(config(model, rows, length), Mesh(), rows, recompute).total / GIB
     assert 0.98 * peak < planned < 1.1 * peak
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_products_in_eight_bits_keep_their_inputs_in_one_byte_and_no_copies_of_weights(kind: str) -> None:
+    """The plan's difference to bf16 beside that of what autograd holds, but for the scales."""
+    heads = {"head_dim": 16, "num_groups": 1, "state_size": 8} if kind == "mamba2" else {}
+    shape = {"kind": kind, "d_model": 128, "num_layers": 3, **heads}
+    tokens = torch.randint(0, 50280, (2, 257))
+    planned, held = [], []
+    for precision in ("bf16", "fp8"):
+        train = {"batch_tokens": 512, "precision": precision}
+        values = {"model": shape, "data": {"sequence_length": 256}, "train": train}
+        settings = resolve(values, vocab_size=50280)
+        found = memory(settings, Mesh(), 2, "none")
+        planned.append(found.kept + found.copies)
+        model = MambaLM(settings.model)
+        if precision == "fp8":
+            model.multiply_in_fp8()
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        holding = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with holding, torch.autocast("cpu", torch.bfloat16):
+            output = model(tokens[:, :-1], targets=tokens[:, 1:])
+        assert output.loss_sum is not None
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        held.append(sum(size for place, size in sizes.items() if place not in weights))
+    scales = 4 * 3 * (128 + 256)
+    assert planned[0] - planned[1] == pytest.approx(held[0] - held[1] + scales)
 
 
 def test_cards_with_less_shared_memory_keep_more_states() -> None:

@@ -5,8 +5,8 @@
 q rounds a matrix to e4m3 (three bits of mantissa, at most 448), each row divided by a scale of its own: the largest of
 the row / 448. So both factors of a product have one scale for all that is summed over. Sums are fp32.
 
-Sizes: x (..., K), W (N, K), b (N), y (..., N) in x's dtype; K and N are multiples of 16. Backward keeps x and W as they
-are, and rounds them anew, by columns.
+Sizes: x (..., K), W (N, K), b (N), y (..., N) in x's dtype; K and N are multiples of 16. x is rounded by rows and by
+columns at once, and q(x^T) alone is kept for backward. W is kept as it is, and rounded anew, by columns.
 """
 
 from __future__ import annotations
@@ -20,17 +20,11 @@ from torch import Tensor
 
 from . import dispatch
 from .checks import Sizes, batch_letters, without_autocast
-from .operators import gradients
 
+BITS = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 LEAST_PEAK = 1e-30  # below it, a row counts as zeros: 448 / peak stays a number
 MULTIPLE = 16  # of the sides of a matrix, for tensor cores
-
-
-class Inputs(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
 
 
 class Rounded(NamedTuple):
@@ -59,12 +53,12 @@ def rounded_rows(matrix: Tensor) -> Rounded:
     """q of a matrix (R, K)."""
     wide = matrix.float()
     peak = wide.abs().amax(1).clamp(min=LEAST_PEAK)
-    return Rounded((wide * (peak.new_full((), LARGEST) / peak)[:, None]).to(torch.float8_e4m3fn), peak / LARGEST)
+    return Rounded((wide * (peak.new_full((), LARGEST) / peak)[:, None]).to(BITS), peak / LARGEST)
 
 
 def rounded_columns(matrix: Tensor) -> Rounded:
-    """q of the transpose of a matrix (R, K)."""
-    return rounded_rows(matrix.t())
+    """q of the transpose of a matrix (R, K), with zeros until R is a multiple of 16."""
+    return rounded_rows(F.pad(matrix, (0, 0, 0, -matrix.shape[0] % MULTIPLE)).t())
 
 
 def rounded_both(matrix: Tensor) -> tuple[Rounded, Rounded]:
@@ -102,54 +96,59 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def forward(inputs: Inputs, ways: Ways) -> Tensor:
-    x, weight, bias = inputs
-    y = ways.product(ways.rows(_rows(x)), ways.rows(weight), x.dtype)
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, ways: Ways) -> tuple[Tensor, Rounded]:
+    """y, and x rounded by columns."""
+    by_rows, by_columns = ways.both(_rows(x))
+    y = ways.product(by_rows, ways.rows(weight), x.dtype)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y.view(*x.shape[:-1], weight.shape[0]), by_columns
 
 
-def backward(inputs: Inputs, dy: Tensor, ways: Ways) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight and bias, in x's dtype."""
-    x, weight, bias = inputs
+def backward(x: Rounded, weight: Tensor, bias: Tensor | None, dy: Tensor, ways: Ways) -> list[Tensor]:
+    """Gradients of x, weight and, where there is one, bias, from x rounded by columns."""
     flat = _rows(dy)
     by_rows, by_columns = ways.both(flat)
-    dx = ways.product(by_rows, ways.columns(weight), x.dtype).view(x.shape)
-    dweight = ways.product(by_columns, ways.columns(_rows(x)), x.dtype)
-    return dx, dweight, flat.float().sum(0) if bias is not None else None
+    dx = ways.product(by_rows, ways.columns(weight), dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+    found = [dx, ways.product(by_columns, x, dy.dtype).to(weight.dtype)]
+    return found if bias is None else [*found, flat.float().sum(0).to(bias.dtype)]
 
 
 @torch.library.custom_op("mambakit::fp8_linear", mutates_args=())
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return forward(Inputs(x, weight, bias), _ways(x))
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    y, kept = forward(x, weight, bias, _ways(x))
+    return y, kept.bits, kept.scale
 
 
 @_linear.register_fake
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = x.shape[-1]
+    width = -(-(x.numel() // inputs) // MULTIPLE) * MULTIPLE
+    bits, scale = x.new_empty(inputs, width, dtype=BITS), x.new_empty(inputs, dtype=torch.float32)
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), bits, scale
 
 
 @torch.library.custom_op("mambakit::fp8_linear_backward", mutates_args=())
-def _linear_backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
-    """Gradients of x, weight and, where there is one, bias, each in its own dtype."""
-    inputs = Inputs(x, weight, bias)
-    found = gradients(backward(inputs, dy, _ways(x)), inputs)
-    return [gradient for gradient in found if gradient is not None]
+def _linear_backward(bits: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    return backward(Rounded(bits, scale), weight, bias, dy, _ways(dy))
 
 
 @_linear_backward.register_fake
-def _linear_backward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
-    return [each.new_empty(each.shape) for each in (x, weight, bias) if each is not None]
+def _linear_backward_fake(bits: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    dx = dy.new_empty(*dy.shape[:-1], weight.shape[1])
+    return [dx, *(each.new_empty(each.shape) for each in (weight, bias) if each is not None)]
 
 
-def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    _, weight, bias = inputs
+    _, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*kept, weight, bias)
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias = ctx.saved_tensors
-    found = _linear_backward(x, weight, bias, dy)
+def _differentiate(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    found = _linear_backward(*ctx.saved_tensors, dy)
     return *found, *([None] * (3 - len(found)))
 
 
@@ -160,14 +159,16 @@ class _InTorch(torch.autograd.Function):
     """Rounding has no derivative: the gradients are those of the formula above."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return forward(Inputs(*inputs), PLAIN)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y, kept = forward(x, weight, bias, PLAIN)
+        ctx.save_for_backward(*kept, weight, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        return tuple(gradients(backward(Inputs(*inputs), dy, PLAIN), inputs))
+        bits, scale, weight, bias = ctx.saved_tensors
+        found = backward(Rounded(bits, scale), weight, bias, dy, PLAIN)
+        return *found, *([None] * (3 - len(found)))
 
 
 def _in_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -176,7 +177,8 @@ def _in_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _in_kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = _linear(x, weight, bias)
+    y: Tensor
+    y, *_ = _linear(x, weight, bias)
     return y
 
 

@@ -19,7 +19,7 @@ from ..ops.gpu.sizes import LOGITS_AT_ONCE, LONG_CHUNK, SHORT_CHUNK, STEPS_FOR_A
 from ..parallel import Mesh
 from .held import FP32, Held, largest
 
-NARROW = 2  # bytes of a number in bf16 or fp16
+NARROW, IN_FP8 = 2, 1  # bytes of a number in bf16 or fp16, and of one in eight bits
 MUON_AT_ONCE, MUON_BYTES = 2**25, 16  # numbers that Muon iterates together, and bytes that each takes meanwhile
 WORKSPACE = 100e6  # cuBLAS, and small tensors
 FRAGMENTS = 0.02  # of all, lost between blocks of memory
@@ -82,6 +82,8 @@ class Widths:
     projected: int  # in_proj's output
     made: int  # kept by `none` and `light`
     again: int  # made again by `light` at little cost
+    entering: int  # out_proj's input
+    enters_again: bool  # whether `light` makes it again
     fp32: float  # states
     passing: float  # gradients and scratch of backward
 
@@ -91,17 +93,17 @@ def widths(model: ModelConfig, gpu: Gpu) -> Widths:
     inner, projected = dims.d_inner, sum(dims.segments.values())
     if isinstance(dims, Mamba1Dims):
         selected = dims.dt_rank + 2 * dims.state_size
-        made = 2 * inner + selected  # the convolution's output, the scan's, x_proj's
+        made = inner + selected  # the outputs of convolution and x_proj; `again` is dt, and the scan's output enters
         states = inner * dims.state_size / (STEPS_FOR_A_STATE if gpu.is_roomy else STEPS_WITH_LITTLE_ROOM)
-        return Widths(projected, made, inner, states, projected + 3 * inner)
+        return Widths(projected, made, inner, inner, False, states, projected + 3 * inner)
     assert isinstance(dims, Mamba2Dims)
     made = dims.conv_channels + inner
     chunk = LONG_CHUNK if gpu.is_roomy else SHORT_CHUNK
     scratch = 2 * inner * dims.state_size / chunk + 2 * 12 * dims.num_heads  # two states, and decays in fp32
-    return Widths(projected, made, inner, 0.0, projected + dims.conv_channels + 2 * inner + scratch)
+    return Widths(projected, made, 0, inner, True, 0.0, projected + dims.conv_channels + 2 * inner + scratch)
 
 
-def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, gpu: Gpu) -> float:
+def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, gpu: Gpu, *, in_fp8: bool = False) -> float:
     """That a block keeps of a token."""
     found, d, size = widths(model, gpu), model.d_model, gpu.size
     wide = FP32 if model.residual_in_fp32 else size
@@ -110,11 +112,16 @@ def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, gpu: Gpu) 
         return size * d + wide * d + final
     if recompute == "mixer":
         stream = (wide + (BLOCKS_FOR_A_SUM - 1) * size) * d / BLOCKS_FOR_A_SUM if size < wide else wide * d
-        return size * found.projected + stream + final
+        return size * found.projected + stream + final + (IN_FP8 * d if in_fp8 else 0)
     kept = wide * d + size * (found.projected + found.made) + FP32 * found.fp32 + final
-    if recompute == "light":
-        return kept + (size * d if wide < FP32 else 0)  # a narrow sum was rounded: the norm's output is kept
-    return kept + size * (d + found.again)
+    if recompute == "none":
+        kept += size * found.again
+    if in_fp8:  # both projections keep their inputs rounded, at any level
+        return kept + IN_FP8 * (d + found.entering)
+    if recompute == "none" or not found.enters_again:
+        kept += size * found.entering
+    is_norm_kept = recompute == "none" or wide < FP32  # a narrow sum was rounded, and gives no norm again
+    return kept + (size * d if is_norm_kept else 0)
 
 
 def memory(config: RunConfig, mesh: Mesh, rows: int, recompute: Recompute, gpu: Gpu = ROOMY) -> Memory:
@@ -122,9 +129,8 @@ def memory(config: RunConfig, mesh: Mesh, rows: int, recompute: Recompute, gpu: 
     model, every, size = config.model, config.train.recompute_every, gpu.size
     length = config.data.sequence_length // mesh.cp
     tokens, d, vocabulary = rows * length, model.d_model, model.padded_vocab_size
-    most = kept_bytes(model, "none", length, gpu)
-    own = kept_bytes(model, recompute, length, gpu)
-    other = kept_bytes(model, "light", length, gpu)
+    in_fp8 = config.train.precision == "fp8"
+    most, own, other = (kept_bytes(model, way, length, gpu, in_fp8=in_fp8) for way in ("none", recompute, "light"))
     recomputed = -(-model.num_layers // every)
     kept = tokens * (recomputed * own + (model.num_layers - recomputed) * other)
     found = widths(model, gpu)
@@ -152,11 +158,12 @@ def _copies(config: RunConfig, mesh: Mesh, size: int) -> float:
     """Of weights: autocast narrows those of matrix products; FSDP2 gathers those of a few blocks, and of the head."""
     model, parallel = config.model, config.parallel
     dims, head = model.dims, model.padded_vocab_size * model.d_model
-    block = model.d_model * (sum(dims.segments.values()) + dims.d_inner) + dims.other_products()
+    projections, others = model.d_model * (sum(dims.segments.values()) + dims.d_inner), dims.other_products()
     if parallel.shard in ("full", "hybrid") and (mesh.shard * mesh.cp > 1 or parallel.offload):
         blocks = 2 + parallel.prefetch if parallel.reshard else model.num_layers
-        return (size * min(blocks, model.num_layers) * block + (FP32 + size) * head) / mesh.tp
-    return size * (model.num_layers * block + head) / mesh.tp if size < FP32 else 0.0
+        return (size * min(blocks, model.num_layers) * (projections + others) + (FP32 + size) * head) / mesh.tp
+    narrowed = others if config.train.precision == "fp8" else projections + others
+    return size * (model.num_layers * narrowed + head) / mesh.tp if size < FP32 else 0.0
 
 
 def _numbers(shape: tuple[int, ...]) -> int:

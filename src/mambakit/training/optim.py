@@ -90,11 +90,10 @@ def update(
     after_sum()
     scaler.unscale_(optimizer)
     norm, skipped = ranks.norm(loss)
-    if clip is not None:
-        if isinstance(optimizer, OnePassAdamW):
-            optimizer.factor = clip_factor(clip, norm)
-        else:
-            ranks.clip(clip, norm)
+    if isinstance(optimizer, OnePassAdamW):
+        optimizer.factor = None if clip is None else clip_factor(clip, norm)
+    elif clip is not None:
+        ranks.clip(clip, norm)
     if scaler.is_enabled():  # its scale falls after a skipped step, on all ranks
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.copy_(skipped)

@@ -58,10 +58,9 @@ class InOneKernel:
 
     def __init__(self) -> None:
         self._addresses: list[tuple[int, ...]] = []
-        self._tables: dict[
-            bool, Tensor
-        ] = {}  # by whether tensors are aligned; (tensors, COLUMNS): addresses of weight,
-        # gradient and averages, size, first program, number
+        # All that follows by whether tensors are aligned. A row of a table: the addresses of weight, gradient and
+        # averages, size, first program, number.
+        self._tables: dict[bool, Tensor] = {}
         self._counts: dict[bool, list[int]] = {}  # programs of each tensor
         self._owners: dict[bool, Tensor] = {}  # the row of each program in the table
 
