@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs an NVIDIA GPU")
     rate = copy_rate(DEVICE)
     report: dict[str, Any] = {"environment": environment(DEVICE), "copy_bytes_per_second": rate, "layers": []}
     for layer in given.layers.split(","):

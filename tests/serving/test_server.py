@@ -76,7 +76,7 @@ def test_pieces_come_while_the_rest_is_chosen(client: openai.OpenAI, server: Run
         text = "".join(chunk.choices[0].text for chunk in itertools.islice(stream, 5))
         assert server.num_running() == 1
     assert text and (whole.startswith(text) or text.startswith(whole))
-    wait_for(lambda: server.num_running() == 0, 60)
+    wait_for(lambda: server.num_running() == 0, 10)
 
 
 def test_a_chat_follows_the_models_template(client: openai.OpenAI, server: Running) -> None:
@@ -99,13 +99,13 @@ def test_a_client_that_goes_away_frees_its_place(client: openai.OpenAI, server: 
     next(iter(stream))
     assert server.num_running() == 1
     stream.close()
-    wait_for(lambda: server.num_running() == 0, 60)
+    wait_for(lambda: server.num_running() == 0, 10)
     with server.socket() as connection:  # one that waits for the whole answer
         body = b'{"prompt": "x", "temperature": 0, "max_tokens": %d}' % LONG
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-        wait_for(lambda: server.num_running() == 1, 60)
-    wait_for(lambda: server.num_running() == 0, 60)
+        wait_for(lambda: server.num_running() == 1, 10)
+    wait_for(lambda: server.num_running() == 0, 10)
     assert server.metric("cancelled_sequences_total") == before + 2
 
 
@@ -149,7 +149,7 @@ def test_an_answer_ends_before_a_stop_text(server: Running) -> None:
     ]
     assert answer["text"] == whole[: whole.index(stop)]
     assert answer["finish_reason"] == "stop"
-    wait_for(lambda: server.num_running() == 0, 60)
+    wait_for(lambda: server.num_running() == 0, 10)
     assert server.metric("cancelled_sequences_total") == before
 
 
@@ -229,7 +229,7 @@ def test_a_request_that_comes_too_slowly_is_ended(server: Running, sent: bytes) 
         while block := connection.recv(4096):
             answer += block
     assert answer.startswith(b"HTTP/1.1 408") and b"--read-timeout" in answer
-    assert 1.5 < time.monotonic() - began < 30
+    assert 1.5 < time.monotonic() - began < 10
 
 
 def test_a_connections_second_request_must_come_in_time_too(server: Running) -> None:
@@ -293,9 +293,9 @@ def test_a_long_prompt_does_not_hold_up_the_others(folder: Path) -> None:
 def test_who_finds_the_queue_full_is_told_to_come_again(folder: Path) -> None:
     with serving(folder, max_concurrent=1, max_queue=1, timeout=6.0) as server, ThreadPoolExecutor(2) as pool:
         long = [pool.submit(server.complete, prompt="x", max_tokens=LONG, temperature=0)]
-        wait_for(lambda: server.num_running() == 1, 60)
+        wait_for(lambda: server.num_running() == 1, 10)
         long.append(pool.submit(server.complete, prompt="x", max_tokens=LONG, temperature=0))
-        wait_for(lambda: server.service.engine.num_waiting == 1, 60)
+        wait_for(lambda: server.service.engine.num_waiting == 1, 10)
         refused = server.complete(prompt="x")
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full" and int(refused.headers["retry-after"]) > 0

@@ -53,7 +53,10 @@ def rounded_rows(matrix: Tensor) -> Rounded:
     """q of a matrix (R, K)."""
     wide = matrix.float()
     peak = wide.abs().amax(1).clamp(min=LEAST_PEAK)
-    return Rounded((wide * (peak.new_full((), LARGEST) / peak)[:, None]).to(BITS), peak / LARGEST)
+    return Rounded(
+        (wide * (peak.new_full((), LARGEST) / peak)[:, None]).to(BITS, memory_format=torch.contiguous_format),
+        peak / LARGEST,
+    )
 
 
 def rounded_columns(matrix: Tensor) -> Rounded:

@@ -80,10 +80,9 @@ class Widths:
     """Numbers of a token that a block makes, of the dtype of activations, by what becomes of them."""
 
     projected: int  # in_proj's output
-    made: int  # kept by `none` and `light`
+    made: int  # kept by `none` and `light`, beside out_proj's input
     again: int  # made again by `light` at little cost
-    entering: int  # out_proj's input
-    enters_again: bool  # whether `light` makes it again
+    input_made_again: bool  # whether `light` makes out_proj's input again
     fp32: float  # states
     passing: float  # gradients and scratch of backward
 
@@ -93,19 +92,23 @@ def widths(model: ModelConfig, gpu: Gpu) -> Widths:
     inner, projected = dims.d_inner, sum(dims.segments.values())
     if isinstance(dims, Mamba1Dims):
         selected = dims.dt_rank + 2 * dims.state_size
-        made = inner + selected  # the outputs of convolution and x_proj; `again` is dt, and the scan's output enters
         states = inner * dims.state_size / (STEPS_FOR_A_STATE if gpu.is_roomy else STEPS_WITH_LITTLE_ROOM)
-        return Widths(projected, made, inner, inner, False, states, projected + 3 * inner)
+        return Widths(  # made: the outputs of convolution and x_proj; again: dt
+            projected, made=inner + selected, again=inner, input_made_again=False, fp32=states,
+            passing=projected + 3 * inner,
+        )  # fmt: skip
     assert isinstance(dims, Mamba2Dims)
-    made = dims.conv_channels + inner
     chunk = LONG_CHUNK if gpu.is_roomy else SHORT_CHUNK
     scratch = 2 * inner * dims.state_size / chunk + 2 * 12 * dims.num_heads  # two states, and decays in fp32
-    return Widths(projected, made, 0, inner, True, 0.0, projected + dims.conv_channels + 2 * inner + scratch)
+    return Widths(  # made: the outputs of convolution and scan
+        projected, made=dims.conv_channels + inner, again=0, input_made_again=True, fp32=0.0,
+        passing=projected + dims.conv_channels + 2 * inner + scratch,
+    )  # fmt: skip
 
 
 def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, gpu: Gpu, *, in_fp8: bool = False) -> float:
     """That a block keeps of a token."""
-    found, d, size = widths(model, gpu), model.d_model, gpu.size
+    found, d, inner, size = widths(model, gpu), model.d_model, model.dims.d_inner, gpu.size
     wide = FP32 if model.residual_in_fp32 else size
     final = sum(_numbers(shape) for shape in model.dims.state_shapes().values()) * FP32 / length
     if recompute == "block":
@@ -116,10 +119,10 @@ def kept_bytes(model: ModelConfig, recompute: Recompute, length: int, gpu: Gpu, 
     kept = wide * d + size * (found.projected + found.made) + FP32 * found.fp32 + final
     if recompute == "none":
         kept += size * found.again
-    if in_fp8:  # both projections keep their inputs rounded, at any level
-        return kept + IN_FP8 * (d + found.entering)
-    if recompute == "none" or not found.enters_again:
-        kept += size * found.entering
+    if in_fp8:  # the inputs of in_proj and out_proj, rounded, which are not made again
+        return kept + IN_FP8 * (d + inner)
+    if recompute == "none" or not found.input_made_again:
+        kept += size * inner
     is_norm_kept = recompute == "none" or wide < FP32  # a narrow sum was rounded, and gives no norm again
     return kept + (size * d if is_norm_kept else 0)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..fp8_linear import BITS, LARGEST, LEAST_PEAK, MULTIPLE, Rounded, Ways
 
-NUMBERS_OF_A_WARP = 512  # that rounds a row
-TALL, WIDE = 64, 64  # rows and columns of a tile, for columns
+NUMBERS_OF_A_WARP = 512  # where a program rounds a row
+TALL, WIDE = 64, 64  # rows and columns of a program that rounds by columns
 
 
 @triton.jit
