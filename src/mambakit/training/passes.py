@@ -104,14 +104,13 @@ class GraphedPass:
         kind = Kind(rows, any(parameter.grad is not None for parameter in self._parameters), self._ranks.reduces)
         if not self._can_replay(inputs, kind):
             return self.plain(*inputs)
-        is_new = rows not in self._inputs
-        if is_new:
+        if rows not in self._inputs:
             self._inputs[rows] = tuple(torch.empty_like(given) if given is not None else None for given in inputs)
         for held, given in zip(self._inputs[rows], inputs, strict=True):
             if held is not None and given is not None:
                 held.copy_(given)
         if kind not in self._captured:
-            self._capture(kind, warms_up=is_new)
+            self._capture(kind)
         if self._is_refused:
             return self.plain(*inputs)
         captured = self._captured[kind]
@@ -126,13 +125,14 @@ class GraphedPass:
         here = zip(self._parameters, self._gradients, strict=False)
         return not kind.adds or (bool(self._gradients) and all(parameter.grad is held for parameter, held in here))
 
-    def _capture(self, kind: Kind, *, warms_up: bool) -> None:
+    def _capture(self, kind: Kind) -> None:
         device = self._ranks.model.device
         current = torch.cuda.current_stream(device)
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         random = torch.cuda.get_rng_state(device)
-        if warms_up:
-            self._warm_up(stream, kind)
+        if not self._captured:  # of all shapes, since such a pass would not fit beside the memory of graphs
+            for rows, _ in sorted(self._shapes, reverse=True):
+                self._warm_up(stream, kind.rows, rows)
             torch.cuda.set_rng_state(random, device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.reset_peak_memory_stats(device)
@@ -157,15 +157,20 @@ class GraphedPass:
         torch.cuda.reset_peak_memory_stats(device)
         self._captured[kind] = Captured(graph, outputs, [parameter.grad for parameter in self._parameters])
 
-    def _warm_up(self, stream: torch.cuda.Stream, kind: Kind) -> None:
-        """One pass without effect: it compiles, and allocates what is kept between passes."""
+    def _warm_up(self, stream: torch.cuda.Stream, given_rows: int, rows: int) -> None:
+        """One pass without effect, over so many rows like the given ones: it compiles, and allocates what is kept
+        between passes."""
+        inputs = [
+            held.new_zeros(rows, *held.shape[1:]) if held is not None and held.dim() else held
+            for held in self._inputs[given_rows]
+        ]
         current = torch.cuda.current_stream(stream.device)
         before = [parameter.grad for parameter in self._parameters]
         self._set_gradients([None] * len(self._parameters))
         stream.wait_stream(current)
         reduces, self._ranks.reduces = self._ranks.reduces, True  # nothing is left of it but gradients
         with torch.cuda.stream(stream):
-            self.plain(*self._inputs[kind.rows])
+            self.plain(*inputs)
         self._ranks.reduces = reduces
         current.wait_stream(stream)
         self._set_gradients(before)
