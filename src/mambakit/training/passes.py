@@ -158,12 +158,13 @@ class GraphedPass:
         self._captured[kind] = Captured(graph, outputs, [parameter.grad for parameter in self._parameters])
 
     def _warm_up(self, stream: torch.cuda.Stream, given_rows: int, rows: int) -> None:
-        """One pass without effect, over so many rows like the given ones: it compiles, and allocates what is kept
-        between passes."""
-        inputs = [
-            held.new_zeros(rows, *held.shape[1:]) if held is not None and held.dim() else held
-            for held in self._inputs[given_rows]
-        ]
+        """One pass without effect, over the given rows, or so many of the first one: it compiles, and allocates what is
+        kept between passes."""
+        inputs = self._inputs[given_rows]
+        if rows != given_rows:
+            inputs = tuple(
+                held[:1].repeat_interleave(rows, 0) if held is not None and held.dim() else held for held in inputs
+            )
         current = torch.cuda.current_stream(stream.device)
         before = [parameter.grad for parameter in self._parameters]
         self._set_gradients([None] * len(self._parameters))
