@@ -160,6 +160,15 @@ inline void cvt_rn_bf16x2_f32(unsigned& word, float high, float low) {
     cvt_rn_bf16_f32(parts[0], low), cvt_rn_bf16_f32(parts[1], high);
     memcpy(&word, parts, 4);
 }
+inline void st_global_b32(void* place, unsigned word) {
+    if ((uintptr_t)place % 4) abort();
+    memcpy(place, &word, 4);
+}
+inline void st_global_v2_f32(void* place, float a, float b) {
+    if ((uintptr_t)place % 8) abort();
+    const float words[2] = {a, b};
+    memcpy(place, words, 8);
+}
 inline void st_global_v2_b32(void* place, unsigned low, unsigned high) {
     if ((uintptr_t)place % 8) abort();
     const unsigned words[2] = {low, high};
@@ -190,6 +199,9 @@ inline void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float&
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) int4 {
     int x, y, z, w;
 };
@@ -197,6 +209,7 @@ struct alignas(8) uint2 {
     unsigned x, y;
 };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
 inline float __uint_as_float(unsigned bits) { return reinterpret_cast<float&>(bits); }

@@ -104,30 +104,35 @@ __device__ __forceinline__ int load_past(float (&past)[HELD][V], const Inputs& i
     return age;
 }
 
-// STEPS inputs as they are stored, or the `left` ones that are there.
+// STEPS numbers as they are stored, or the `left` ones that are there.
 __device__ __forceinline__ void fetch(Stored (&values)[STEPS], const io_t* memory, int step, int left) {
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
         if (i < left) values[i] = load(memory + (index_t)step * i);
 }
 
-// The documents they belong to.
+// Inputs, and the documents they belong to.
+struct Read {
+    Stored values[STEPS];
+    int documents[DOCUMENTS ? STEPS : 1];
 
-__device__ __forceinline__ void fetch(int (&values)[DOCUMENTS ? STEPS : 1], const int* documents, int left) {
+    __device__ __forceinline__ void fetch(const io_t* memory, int step, const int* ids, int left) {
+        ::fetch(values, memory, step, left);
 #if DOCUMENTS
-    if (left >= STEPS && STEPS % 4 == 0 && ((size_t)documents & 15) == 0) {
+        if (left >= STEPS && STEPS % 4 == 0 && ((size_t)ids & 15) == 0) {
 #pragma unroll
-        for (int i = 0; i < STEPS; i += 4) {
-            const int4 four = *reinterpret_cast<const int4*>(documents + i);
-            values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+            for (int i = 0; i < STEPS; i += 4) {
+                const int4 four = *reinterpret_cast<const int4*>(ids + i);
+                documents[i] = four.x, documents[i + 1] = four.y, documents[i + 2] = four.z, documents[i + 3] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+                if (i < left) documents[i] = ids[i];
         }
-    } else {
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i)
-            if (i < left) values[i] = documents[i];
-    }
 #endif
-}
+    }
+};
 
 // bias + sum of weight x input: the value before the activation. `seen` ends with the newest.
 __device__ __forceinline__ float convolve(const float (&weight)[W][V], const Wide& bias, const float* seen, int v) {
@@ -167,18 +172,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) conv_forwa
     const int* documents = in.documents + at.row * in.length + at.begin;
     const int x_step = (int)in.sx.step, y_step = (int)in.channels;
     int left = at.end - at.begin, document = DOCUMENTS ? documents[at.begin > 0 ? -1 : 0] : 0;
+    Read now, ahead;
+    now.fetch(x, x_step, documents, left);
     for (; left > 0; left -= STEPS) {
-        Stored xs[STEPS];
-        int ids[DOCUMENTS ? STEPS : 1];
-        fetch(xs, x, x_step, left);
-        fetch(ids, documents, left);
+        x += (index_t)x_step * STEPS;
+        documents += STEPS;
+        ahead.fetch(x, x_step, documents, left - STEPS);  // while this is computed
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             if (i >= left) break;
-            widen_all(seen[PAST + i], xs[i]);
-            if (DOCUMENTS && ids[i] != document) {
+            widen_all(seen[PAST + i], now.values[i]);
+            if (DOCUMENTS && now.documents[i] != document) {
                 clear_past(seen[i]);
-                document = ids[i];
+                document = now.documents[i];
             }
             Wide out;
 #pragma unroll
@@ -188,9 +194,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) conv_forwa
             }
             store(y + (index_t)y_step * i, out);
         }
-        documents += STEPS;
-        x += (index_t)x_step * STEPS;
         y += (index_t)y_step * STEPS;
+        now = ahead;
         if (left >= STEPS) {
 #pragma unroll
             for (int k = 0; k < PAST; ++k)
@@ -275,19 +280,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
     const int stop = (int)min((index_t)at.end + PAST, in.length);  // the chunk, and what looks back into it
     const int* documents = in.documents + at.row * in.length + at.begin;
     int left = stop - at.begin, document = DOCUMENTS ? documents[at.begin > 0 ? -1 : 0] : 0;
+    Read now, ahead;
+    Stored dys[STEPS], dys_ahead[STEPS], more[STEPS], more_ahead[STEPS];
+    now.fetch(x, x_step, documents, left);
+    fetch(dys, dy, dy_step, left);
+    if (MORE) fetch(more, more_dy, more_step, left);
     // The next steps. Those are `inner` that are all of this chunk, and complete gradients of this chunk alone.
     const auto advance = [&](int t, const bool is_inner) __attribute__((always_inline)) {
-        Stored xs[STEPS], dys[STEPS], more[STEPS];
-        int ids[DOCUMENTS ? STEPS : 1];
         const int here = is_inner ? STEPS : left;
-        fetch(xs, x, x_step, here);
-        fetch(dys, dy, dy_step, here);
-        if (MORE) fetch(more, more_dy, more_step, here);
-        fetch(ids, documents, here);
+        x += (index_t)x_step * STEPS;
+        dy += (index_t)dy_step * STEPS;
+        if (MORE) more_dy += (index_t)more_step * STEPS;
+        documents += STEPS;
+        ahead.fetch(x, x_step, documents, left - STEPS);  // while this is computed
+        fetch(dys_ahead, dy, dy_step, left - STEPS);
+        if (MORE) fetch(more_ahead, more_dy, more_step, left - STEPS);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             if (i >= here) break;
-            widen_all(seen[PAST + i], xs[i]);
+            widen_all(seen[PAST + i], now.values[i]);
             Wide d;
             widen_all(d, dys[i]);
             if (MORE) {
@@ -296,9 +307,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
 #pragma unroll
                 for (int v = 0; v < V; ++v) d[v] += other[v];
             }
-            if (DOCUMENTS && ids[i] != document) {
+            if (DOCUMENTS && now.documents[i] != document) {
                 clear_past(seen[i]);
-                document = ids[i];
+                document = now.documents[i];
                 age = 0;
             }
             const bool counts = is_inner || t + i < at.end;  // for the weights
@@ -322,10 +333,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
             else
                 finish(t + i - PAST, grad[i]);
         }
-        x += (index_t)x_step * STEPS;
-        dy += (index_t)dy_step * STEPS;
-        if (MORE) more_dy += (index_t)more_step * STEPS;
-        documents += STEPS;
+        now = ahead;
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            dys[i] = dys_ahead[i];
+            if (MORE) more[i] = more_ahead[i];
+        }
         if (here >= STEPS) {
 #pragma unroll
             for (int k = 0; k < PAST; ++k)
@@ -359,4 +372,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
         for (int k = 0; k < W; ++k) parts[k * in.channels + v] = dweight[k][v];
         parts[W * in.channels + v] = dbias[v];
     }
+}
+
+struct Sums {
+    const float* parts;      // (count, W + 1, channels)
+    float *dweight, *dbias;  // (channels, W), (channels)
+    index_t count, channels;
+};
+
+#define SLICES 8  // of the parts, which a block sums side by side
+
+extern "C" __global__ void __launch_bounds__(32 * SLICES) conv_sum_parts(const __grid_constant__ Sums p) {
+    __shared__ float sums[SLICES][32];
+    const int lane = threadIdx.x % 32, slice = threadIdx.x / 32, k = blockIdx.x % (W + 1);
+    const index_t channel = (index_t)(blockIdx.x / (W + 1)) * 32 + lane;
+    float sum = 0.f;
+    if (channel < p.channels)
+#pragma unroll 4
+        for (index_t i = slice; i < p.count; i += SLICES) sum += p.parts[(i * (W + 1) + k) * p.channels + channel];
+    sums[slice][lane] = sum;
+    __syncthreads();
+    if (slice > 0 || channel >= p.channels) return;
+    for (int i = 1; i < SLICES; ++i) sum += sums[i][lane];
+    if (k < W)
+        p.dweight[channel * W + k] = sum;
+    else
+        p.dbias[channel] = sum;
 }

@@ -11,7 +11,7 @@ from ..causal_conv1d import ConvInputs
 from .device import processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
-THREADS = 128
+THREADS, SUM_THREADS = 128, 256
 CHANNELS, STEPS = 4, 4  # of a thread: channels, and steps it reads at once
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a multiprocessor holds at once
 LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps of a thread
@@ -51,9 +51,12 @@ def backward(
     upstream = pack(dy, *dy.stride()[:2], more_dy, *(dy if more_dy is None else more_dy).stride()[:2], dfinal)
     arguments = packed + upstream + pack(dx, *dx.stride()[:2], dinitial, parts)
     blocks = math.ceil(batch * chunks * (channels // v) / THREADS)
-    _code(inputs, v, MORE=int(more_dy is not None)).launch("conv_backward", blocks, THREADS, arguments, x.device)
-    dparameters = parts.sum(0)  # (W + 1, D)
-    return dx, dparameters[:-1].t().contiguous(), dparameters[-1].clone(), dinitial
+    code = _code(inputs, v, MORE=int(more_dy is not None))
+    code.launch("conv_backward", blocks, THREADS, arguments, x.device)
+    dweight, dbias = parts.new_empty(channels, width), parts.new_empty(channels)
+    sums = pack(parts, dweight, dbias, batch * chunks, channels)
+    code.launch("conv_sum_parts", math.ceil(channels / 32) * (width + 1), SUM_THREADS, sums, x.device)
+    return dx, dweight, dbias, dinitial
 
 
 def _stored(state: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -54,18 +54,38 @@ __device__ __forceinline__ unsigned narrow_two(float low, float high) {
 }
 #endif
 
-// Four neighbouring numbers as they are stored.
+// Two and four neighbouring numbers as they are stored.
 #if IO == 0
+typedef float2 Two;
 typedef float4 Four;
 #else
+typedef unsigned Two;
 typedef uint2 Four;
 #endif
 
-__device__ __forceinline__ Four zeros() {
+__device__ __forceinline__ Two join(io_t first, io_t second) {
 #if IO == 0
-    return make_float4(0.f, 0.f, 0.f, 0.f);
+    return make_float2(first, second);
 #else
-    return make_uint2(0u, 0u);
+    return first | (unsigned)second << 16;
+#endif
+}
+
+__device__ __forceinline__ Four join(const Two& first, const Two& second) {
+#if IO == 0
+    return make_float4(first.x, first.y, second.x, second.y);
+#else
+    return make_uint2(first, second);
+#endif
+}
+
+__device__ __forceinline__ float number(const Two& two, int i) {
+#if IO == 0
+    return i == 0 ? two.x : two.y;
+#elif IO == 1
+    return __uint_as_float(i % 2 ? two & 0xffff0000u : two << 16);
+#else
+    return widen((io_t)(two >> i % 2 * 16));
 #endif
 }
 
@@ -73,12 +93,7 @@ __device__ __forceinline__ float number(const Four& four, int i) {
 #if IO == 0
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 #else
-    const unsigned word = i < 2 ? four.x : four.y;
-#if IO == 1
-    return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
-#else
-    return widen((io_t)(word >> i % 2 * 16));
-#endif
+    return number(i < 2 ? four.x : four.y, i % 2);
 #endif
 }
 
@@ -88,6 +103,14 @@ __device__ __forceinline__ void store_words(float* memory, const float (&values)
                  :
                  : "l"(memory), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
                  : "memory");
+}
+
+__device__ __forceinline__ void store_two(io_t* memory, const float (&values)[2]) {
+#if IO == 0
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" : : "l"(memory), "f"(values[0]), "f"(values[1]) : "memory");
+#else
+    asm volatile("st.global.b32 [%0], %1;" : : "l"(memory), "r"(narrow_two(values[0], values[1])) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void store_four(io_t* memory, const float (&values)[4]) {

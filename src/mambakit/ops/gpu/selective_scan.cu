@@ -1,18 +1,18 @@
 // Selective scan, forward and backward.
 //
 // A warp has CHANNELS neighbouring channels of one row of the batch and goes along time. Each thread keeps the states
-// of 4 channels x 4 states in registers: Q lanes share 4 channels and divide their N states, and 32 / Q such groups
-// are a warp. So B and C are read once for 4 channels and dt x once for 4 states, and sums over states (y, and the
-// gradients per channel) or over channels (dB, dC) are half done in registers before lanes exchange anything.
+// of NC channels x 4 states in registers: Q lanes share NC channels and divide their N states, and 32 / Q such groups
+// are a warp. So B and C are read once for NC channels and dt x once for 4 states, and sums over states (y, and the
+// gradients per channel) or over channels (dB, dC) are half done in registers before lanes exchange anything. With
+// fewer channels of a thread there are more warps, whose waits fill each other; with more, fewer instructions.
 //
 // Inputs and outputs are moved a tile of steps at a time. Of a tile, each lane has some steps of its group's channels.
 //
-// Compiled with N (states, up to 64), IO (common.cuh), HAS_Z, SOFTPLUS; ALIGNED, whether four neighbouring channels are
-// one word of memory, and ALIGNED_STATES, whether four states of B and C are; WARPS of a block; KEEP, the steps between
+// Compiled with N (states, up to 64), NC (2 or 4), IO (common.cuh), HAS_Z, SOFTPLUS; ALIGNED, whether four neighbouring
+// channels are one word of memory, and ALIGNED_STATES, whether four states of B and C are; WARPS of a block; KEEP, the steps between
 // the states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction:
 // all states of a tile of BACKWARD_TILE are in registers.
 
-#define NC 4  // channels of a thread
 #define NS 4  // states of a thread
 #define Q (N <= NS ? 1 : N <= 2 * NS ? 2 : N <= 4 * NS ? 4 : N <= 8 * NS ? 8 : 16)  // lanes that share channels
 #define PADDED (Q * NS)                                                 // N, or a little more
@@ -29,6 +29,12 @@
 #define BY_TENSOR_CORES (Q == 4)
 #else
 #define BY_TENSOR_CORES 0
+#endif
+
+#if NC == 2
+typedef Two Word;  // the channels of a thread
+#else
+typedef Four Word;
 #endif
 
 struct Strides {
@@ -70,23 +76,31 @@ __device__ __forceinline__ Place find_place(const Inputs& in, index_t block) {
     return at;
 }
 
-// The first `count` of four numbers, which are one word if they are `aligned`: then all of them, if there is one.
+// The first `count` of two or four numbers, which are one word if they are `aligned`: then all of them, if there is one.
 template <bool aligned>
-__device__ __forceinline__ Four fetch(const io_t* memory, int count) {
-    if (aligned) return count ? *reinterpret_cast<const Four*>(memory) : zeros();
-    io_t values[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = i < count ? memory[i] : (io_t)0;
-#if IO == 0
-    return make_float4(values[0], values[1], values[2], values[3]);
-#else
-    return make_uint2(values[0] | (unsigned)values[1] << 16, values[2] | (unsigned)values[3] << 16);
-#endif
+__device__ __forceinline__ void fetch(Two& word, const io_t* memory, int count) {
+    word = join((io_t)0, (io_t)0);
+    if (aligned) {
+        if (count > 0) word = *reinterpret_cast<const Two*>(memory);
+    } else {
+        word = join(count > 0 ? memory[0] : (io_t)0, count > 1 ? memory[1] : (io_t)0);
+    }
 }
+
+template <bool aligned>
+__device__ __forceinline__ void fetch(Four& word, const io_t* memory, int count) {
+    Two first = join((io_t)0, (io_t)0), second = first;
+    if (!aligned) fetch<false>(first, memory, count), fetch<false>(second, memory + 2, count - 2);
+    word = join(first, second);
+    if (aligned && count > 0) word = *reinterpret_cast<const Four*>(memory);
+}
+
+__device__ __forceinline__ void store(io_t* memory, const float (&values)[2]) { store_two(memory, values); }
+__device__ __forceinline__ void store(io_t* memory, const float (&values)[4]) { store_four(memory, values); }
 
 __device__ __forceinline__ void write(io_t* memory, const float (&values)[NC], int count) {
     if (ALIGNED) {
-        if (count) store_four(memory, values);
+        if (count) store(memory, values);
     } else {
 #pragma unroll
         for (int i = 0; i < NC; ++i)
@@ -108,18 +122,19 @@ __device__ __forceinline__ void move(Column& column, int steps) { column.now += 
 
 // The own steps of a tile of so many, from where the column stands; zeros in place of those that are not `left`.
 template <int steps>
-__device__ __forceinline__ void fetch_own(Four (&own)[OWN(steps)], const Column& from, const Place& at) {
+__device__ __forceinline__ void fetch_own(Word (&own)[OWN(steps)], const Column& from, const Place& at) {
 #pragma unroll
     for (int k = 0; k < OWN(steps); ++k)
-        own[k] = fetch<ALIGNED>(from.now + (index_t)from.step * (k * APART(steps)), at.count);
+        fetch<ALIGNED>(own[k], from.now + (index_t)from.step * (k * APART(steps)), at.count);
 }
 
 template <int steps>
-__device__ __forceinline__ void fetch_some(Four (&own)[OWN(steps)], const Column& from, int left, const Place& at) {
+__device__ __forceinline__ void fetch_some(Word (&own)[OWN(steps)], const Column& from, int left, const Place& at) {
 #pragma unroll
-    for (int k = 0; k < OWN(steps); ++k)
-        own[k] = k * APART(steps) < left ? fetch<ALIGNED>(from.now + (index_t)from.step * (k * APART(steps)), at.count)
-                                         : zeros();
+    for (int k = 0; k < OWN(steps); ++k) {
+        const int count = k * APART(steps) < left ? at.count : 0;
+        fetch<ALIGNED>(own[k], from.now + (index_t)from.step * (k * APART(steps)), count);
+    }
 }
 
 // One number for each channel of the warp, or zeros.
@@ -203,6 +218,15 @@ __device__ __forceinline__ float step_size(float v) {
 
 __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+__device__ __forceinline__ void unpack(float (&values)[2], const float* memory) {
+    const float2 v = *reinterpret_cast<const float2*>(memory);
+    values[0] = v.x, values[1] = v.y;
+}
+
+__device__ __forceinline__ void pack(float* memory, const float (&values)[2]) {
+    *reinterpret_cast<float2*>(memory) = make_float2(values[0], values[1]);
 }
 
 __device__ __forceinline__ void unpack(float (&values)[4], const float* memory) {
@@ -316,7 +340,7 @@ __device__ __forceinline__ void fetch_states(Four (&own)[FOURS], const Column& f
     for (int k = 0; k < FOURS; ++k) {
         const int step = k * 128 / PADDED, i = step + at.lane * 4 / PADDED;
         const bool inside = i < FORWARD_TILE && i < left && n < N;
-        own[k] = fetch<ALIGNED_STATES>(from.now + (index_t)from.step * step, inside ? N - n : 0);
+        fetch<ALIGNED_STATES>(own[k], from.now + (index_t)from.step * step, inside ? N - n : 0);
     }
 }
 
@@ -373,7 +397,8 @@ __device__ __forceinline__ void forward(const Forward& p) {
     Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, at.begin + mine, at);
     Column Bs = states_column(in.B, in.sB, at.begin, at), Cs = states_column(in.C, in.sC, at.begin, at);
 
-    Four x[OWN(FORWARD_TILE)], dt[OWN(FORWARD_TILE)], z[OWN(FORWARD_TILE)], B[FOURS], C[FOURS];
+    Word x[OWN(FORWARD_TILE)], dt[OWN(FORWARD_TILE)], z[OWN(FORWARD_TILE)];
+    Four B[FOURS], C[FOURS];
     const auto fetch_tile = [&] {
         fetch_own<FORWARD_TILE>(x, xs, at);
         fetch_own<FORWARD_TILE>(dt, dts, at);
@@ -529,9 +554,10 @@ struct BackwardShared {
     float last[BACKWARD_TILE][VALUES];    // the dB and dC of the last tile: just where one more state would be
     float dt[BACKWARD_TILE][ROW], u[BACKWARD_TILE][ROW], dy[BACKWARD_TILE][ROW];
     float sums[2][BACKWARD_TILE][ROW];  // du and ddt
-    float4 x[OWN(BACKWARD_TILE)][32], slope[OWN(BACKWARD_TILE)][32], dgate[OWN(BACKWARD_TILE)][32];  // of each lane
+    float x[OWN(BACKWARD_TILE)][32][NC], slope[OWN(BACKWARD_TILE)][32][NC], dgate[OWN(BACKWARD_TILE)][32][NC];
     float D[CHANNELS], bias[CHANNELS];
 
+    static_assert(BACKWARD_TILE * VALUES <= NC * NS * 32, "the sums of a tile lie where a state was");
     __device__ __forceinline__ float* place_of_sums(int tile) {
         return reinterpret_cast<float*>(states) + (tile + 1) * (NC * 32 * 4);
     }
@@ -674,8 +700,9 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
 #pragma unroll
         for (int k = threadIdx.x; k < KEEP * PADDED / 4; k += WARPS * 32) {
             const int i = k * 4 / PADDED, n = k * 4 % PADDED, count = n < N && i < steps ? N - n : 0;
-            const Four b = fetch<ALIGNED_STATES>(B + (index_t)B_step * i + n, count);
-            const Four c = fetch<ALIGNED_STATES>(C + (index_t)C_step * i + n, count);
+            Four b, c;
+            fetch<ALIGNED_STATES>(b, B + (index_t)B_step * i + n, count);
+            fetch<ALIGNED_STATES>(c, C + (index_t)C_step * i + n, count);
             unpack_stored(&block.B[0][k * 4], b);
             unpack_stored(&block.C[0][k * 4], c);
         }
@@ -697,8 +724,8 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
     // Forward once more, from the kept state, to have the state before each tile.
     const int mine = at.q % APART(BACKWARD_TILE);
     Column xs = column(in.x, in.sx, t0 + mine, at), dts = column(in.dt, in.sdt, t0 + mine, at);
-    Four x[OWN(BACKWARD_TILE)], dt[OWN(BACKWARD_TILE)], z[OWN(BACKWARD_TILE)], dy[OWN(BACKWARD_TILE)];
-    const auto fetch_from = [&](Four(&own)[OWN(BACKWARD_TILE)], const Column& from, int left) {
+    Word x[OWN(BACKWARD_TILE)], dt[OWN(BACKWARD_TILE)], z[OWN(BACKWARD_TILE)], dy[OWN(BACKWARD_TILE)];
+    const auto fetch_from = [&](Word(&own)[OWN(BACKWARD_TILE)], const Column& from, int left) {
         if (whole)
             fetch_own<BACKWARD_TILE>(own, from, at);
         else
@@ -784,9 +811,9 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             pack(&shared.dt[i][at.group * NC], sizes);
             pack(&shared.u[i][at.group * NC], u);
             pack(&shared.dy[i][at.group * NC], dplain);
-            pack(&shared.x[k][at.lane].x, inputs);
-            pack(&shared.slope[k][at.lane].x, slope);
-            if (HAS_Z) pack(&shared.dgate[k][at.lane].x, dgate);
+            pack(shared.x[k][at.lane], inputs);
+            pack(shared.slope[k][at.lane], slope);
+            if (HAS_Z) pack(shared.dgate[k][at.lane], dgate);
         }
         __syncwarp();
         if (tile > 0) {
@@ -814,9 +841,9 @@ __device__ __forceinline__ void backward_interval(const Backward& p, const Place
             unpack(D, &shared.D[at.group * NC]);
             unpack(sizes, &shared.dt[mine + i][at.group * NC]);
             unpack(dplain, &shared.dy[mine + i][at.group * NC]);
-            unpack(inputs, &shared.x[k][at.lane].x);
-            unpack(slope, &shared.slope[k][at.lane].x);
-            if (HAS_Z) unpack(dgate, &shared.dgate[k][at.lane].x);
+            unpack(inputs, shared.x[k][at.lane]);
+            unpack(slope, shared.slope[k][at.lane]);
+            if (HAS_Z) unpack(dgate, shared.dgate[k][at.lane]);
 #pragma unroll
             for (int c = 0; c < NC; ++c) {
                 dv[c] = fmaf(du[c], inputs[c], LN2 * ddt[c]) * slope[c];
@@ -951,7 +978,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) scan_chunk_dstates(cons
     stage_channels(shared.bias, in.bias, at);
     __syncwarp();
     unpack(bias, &shared.bias[at.group * NC]);
-    Four dt[OWN(FORWARD_TILE)], z[OWN(FORWARD_TILE)], dy[OWN(FORWARD_TILE)], C[FOURS];
+    Word dt[OWN(FORWARD_TILE)], z[OWN(FORWARD_TILE)], dy[OWN(FORWARD_TILE)];
+    Four C[FOURS];
     int t = at.begin + (at.end - 1 - at.begin) / FORWARD_TILE * FORWARD_TILE;
     Column dts = column(in.dt, in.sdt, t + mine, at), dys = column(p.dy, p.sdy, t + mine, at);
     Column zs = column(HAS_Z ? in.z : in.x, HAS_Z ? in.sz : in.sx, t + mine, at);

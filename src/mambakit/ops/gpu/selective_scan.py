@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from .device import is_roomy, processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 from .sizes import STEPS_FOR_A_STATE, STEPS_WITH_LITTLE_ROOM
 
-NUM_CHANNELS, NUM_STATES = 4, 4  # of a thread; NC and NS in the source
+NUM_STATES = 4  # of a thread; NS in the source
 FORWARD_TILE, BACKWARD_TILE = 8, 4  # steps
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 3, 2  # that a multiprocessor should hold at once
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 12, 3  # that a multiprocessor should hold at once
+FORWARD_WARPS, MOST_WARPS = 2, 4  # of a block; warps of forward share nothing, and small blocks spread evenly
 # With fewer blocks than this share of what all multiprocessors hold, chunks of time gain more than they cost.
 FORWARD_FILLED, BACKWARD_FILLED = 0.4, 0.75
 CHUNKED_ROUNDS, SHORTEST_CHUNK = 10, 256  # rounds of chunks on all multiprocessors, and the fewest steps of a chunk
@@ -34,6 +35,7 @@ class Layout:
     """The layout of a warp's work in its threads and in shared memory."""
 
     num_states: int
+    channels: int  # of a thread; NC in the source
     keep: int  # steps between the states that forward keeps
     warps: int  # of a block
 
@@ -44,7 +46,7 @@ class Layout:
 
     @property
     def warp_channels(self) -> int:
-        return 32 // self.lanes * NUM_CHANNELS
+        return 32 // self.lanes * self.channels
 
     @property
     def block_channels(self) -> int:
@@ -53,22 +55,24 @@ class Layout:
     @property
     def backward_shared(self) -> int:
         """Bytes of shared memory of a block; BlockShared in the source."""
-        states = self.keep // BACKWARD_TILE * NUM_CHANNELS * 32 * NUM_STATES
+        states = self.keep // BACKWARD_TILE * self.channels * 32 * NUM_STATES
         padded = self.lanes * NUM_STATES
         steps_of_a_lane = BACKWARD_TILE // min(self.lanes, BACKWARD_TILE)
         rows = BACKWARD_TILE * (2 * padded + 5 * (self.warp_channels + 8))
-        per_warp = states + rows + 3 * steps_of_a_lane * NUM_CHANNELS * 32 + 2 * self.warp_channels
+        per_warp = states + rows + 3 * steps_of_a_lane * self.channels * 32 + 2 * self.warp_channels
         return 4 * (self.warps * per_warp + 2 * self.keep * padded)
 
 
 @functools.cache
 def layout(num_states: int, device: torch.device) -> Layout:
-    """What fits in the shared memory of this GPU."""
+    """What fits in the shared memory of this GPU. Of many states a warp has so few channels that the sums of a tile need
+    the room of four channels of a thread."""
+    channels = 2 if num_states <= 32 else 4
     keep, room = (STEPS_FOR_A_STATE, 160 * 1024) if is_roomy(device) else (STEPS_WITH_LITTLE_ROOM, 48 * 1024)
-    warps = 4
-    while Layout(num_states, keep, warps).backward_shared > room:
+    warps = MOST_WARPS
+    while Layout(num_states, channels, keep, warps).backward_shared > room:
         warps //= 2
-    return Layout(num_states, keep, warps)
+    return Layout(num_states, channels, keep, warps)
 
 
 def kept_shape(inputs: ScanInputs) -> tuple[int, ...]:
@@ -96,6 +100,8 @@ class _Call:
         self.aligned = are_aligned(self.x, self.dt, self.z, self.dy)
         self.aligned_states = are_aligned(self.B, self.C)
         self.layout = layout(self.num_states, x.device)
+        if dy is None:
+            self.layout = replace(self.layout, warps=FORWARD_WARPS)
         self.threads = self.layout.warps * 32
         self.blocks = math.ceil(self.channels / self.layout.block_channels)  # for a row
 
@@ -109,7 +115,8 @@ class _Call:
         return max(SHORTEST_CHUNK, math.ceil(self.length / chunks / self.layout.keep) * self.layout.keep)
 
     def kernels(self, part: str, **constants: int) -> Kernels:
-        inputs = {"N": self.num_states, "IO": IO[self.io], "HAS_Z": int(self.z is not None)}
+        inputs = {"N": self.num_states, "NC": self.layout.channels, "IO": IO[self.io]}
+        inputs["HAS_Z"] = int(self.z is not None)
         inputs["SOFTPLUS"] = int(self.dt_softplus)
         inputs |= {"ALIGNED": int(self.aligned), "ALIGNED_STATES": int(self.aligned_states)}
         tiles = {"WARPS": self.layout.warps, "KEEP": self.layout.keep, "FORWARD_TILE": FORWARD_TILE}
