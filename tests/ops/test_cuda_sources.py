@@ -26,7 +26,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
-        "N": num_states, "NC": 2 if num_states <= 32 else 4, "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1, "WARPS": 4, "KEEP": keep,
+        "N": num_states, "NC": 2 if num_states <= 32 else 4, "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1,
+        "WARPS": 4, "KEEP": keep,
         "ALIGNED": 1, "ALIGNED_STATES": 1,
         "FORWARD_TILE": selective_scan.FORWARD_TILE, "BACKWARD_TILE": selective_scan.BACKWARD_TILE, part: 1, **more,
     }  # fmt: skip
@@ -51,8 +52,8 @@ def test_the_scan_compiles(
 ) -> None:
     keep = 32 if capability in ROOMY else 16
     for part, blocks in (
-        ("FORWARD", {"MIN_BLOCKS": selective_scan.FORWARD_BLOCKS}),
-        ("BACKWARD", {"MIN_BLOCKS": selective_scan.BACKWARD_BLOCKS}),
+        ("FORWARD", {"MIN_BLOCKS": selective_scan.FORWARD_BLOCKS, "WARPS": selective_scan.FORWARD_WARPS}),
+        ("BACKWARD", {"MIN_BLOCKS": selective_scan.BACKWARD_BLOCKS, "WARPS": selective_scan.MOST_WARPS}),
         ("CHUNKED", {}),
     ):
         constants = _scan(num_states, keep, dtype, part, **blocks) | changes

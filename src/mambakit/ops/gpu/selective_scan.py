@@ -65,8 +65,8 @@ class Layout:
 
 @functools.cache
 def layout(num_states: int, device: torch.device) -> Layout:
-    """What fits in the shared memory of this GPU. Of many states a warp has so few channels that the sums of a tile need
-    the room of four channels of a thread."""
+    """What fits in the shared memory of this GPU. Of many states a warp has so few channels that the sums of a tile
+    need the room of four channels of a thread."""
     channels = 2 if num_states <= 32 else 4
     keep, room = (STEPS_FOR_A_STATE, 160 * 1024) if is_roomy(device) else (STEPS_WITH_LITTLE_ROOM, 48 * 1024)
     warps = MOST_WARPS
