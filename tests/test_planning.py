@@ -137,7 +137,7 @@ def test_layouts_that_cannot_be_are_left_out_and_the_one_named_is_refused_as_tra
 
 def test_the_rate_is_a_measured_one_or_scaled_by_flops() -> None:
     rate, source = measured_rate(ModelConfig.preset("mamba-1.4b"))
-    assert rate == 46_662 and source.startswith("measured for mamba-1.4b on one H200, benchmarks/records/")
+    assert rate == 46_662 and source.startswith("measured for mamba-1.4b in bf16 on one H200, benchmarks/records/")
     large, small = ModelConfig.preset("mamba2-7b"), ModelConfig.preset("mamba2-2.7b")
     rate, source = measured_rate(large)
     assert rate == pytest.approx(24_988 * small.flops_per_token() / large.flops_per_token())

@@ -92,7 +92,7 @@ def measured_rate(model: ModelConfig) -> tuple[float, str]:
     nearest = min(same_kind, key=lambda name: abs(math.log(flops[name] / model.flops_per_token())))
     ratio = flops[nearest] / model.flops_per_token()
     how = "measured" if ratio == 1 else "scaled by FLOPs from what was measured"
-    return MEASURED[nearest] * ratio, f"{how} for {nearest} on one H200, {RECORD}"
+    return MEASURED[nearest] * ratio, f"{how} for {nearest} in bf16 on one H200, {RECORD}"
 
 
 def seconds(each: Traffic, mesh: Mesh, machine: Machine) -> float:
