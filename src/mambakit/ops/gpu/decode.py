@@ -23,9 +23,9 @@ ends, and loads its weights and states before it waits. `benchmarks/decoding_gpu
 | mamba2-130m, 64 rows | 258 MB | 2.4 GB | 0.6 ms |
 | mamba2-2.7b, 64 rows | 5.4 GB | 21 GB | 6.4 ms |
 
-Up to `FEW` rows, products are sums of fp32 (`matvec_kernel`). For more, tensor cores do them (`product_kernel`), and
-norms are kernels of their own, because every program would read all rows to normalize them; they also sum the parts of
-out_proj's product, and dt_proj is a product of its own. A program reads all its inputs for all rows, which takes as
+Up to `FEW` rows, products are sums of fp32 (`matvec_kernel`). For more, tensor cores do them (`product_kernel`); the
+norm of the residual stream is a kernel of its own, which sums the parts of out_proj's product on its way, and dt_proj
+is a product of its own. A program reads all its inputs for all rows, which takes as
 long as the weights do: so a matrix of few outputs is cut into parts by its inputs. A matrix may be of 8 bits. Results
 are the same bits every time for the same number of rows.
 """
@@ -203,14 +203,19 @@ class _Scratch:
         is_few = rows <= FEW
         wide = torch.float32 if is_few else dtype
         empty = functools.partial(torch.empty, device=device)
+        # Whether the gated norm, of all channels, is prepared by the step of the recurrence and ended by out_proj.
+        # fp16 may be too narrow for what is not normalized yet.
+        is_one_group = shape.num_heads > 0 and shape.norm_group == shape.d_inner
+        self.norms_on_the_way = is_one_group and wide != torch.float16
         self.projected = empty(rows, projected, dtype=wide)
         self.selected = empty(SPLITS_OF_X, rows, shape.dt_rank + 2 * shape.num_states)
-        self.y = empty(rows, shape.d_inner, dtype=torch.float32 if shape.num_heads else wide)
+        is_normed_next = shape.num_heads > 0 and not self.norms_on_the_way
+        self.y = empty(rows, shape.d_inner, dtype=torch.float32 if is_normed_next else wide)
+        self.y_squares = empty(rows, shape.d_inner) if self.norms_on_the_way else None
         self.gated = empty(rows, shape.d_inner, dtype=wide)
         # Of few rows, what a norm needs: each value times the norm's weight, and sums of squares.
         self.weighted = empty(rows, shape.d_model) if is_few else None
         self.squares = empty(rows, shape.d_model) if is_few else None
-        self.y_squares = empty(rows, shape.d_inner) if is_few else None
         # Of many, rows after a norm, dt before its bias, and the parts of out_proj's product.
         self.normed = None if is_few else empty(rows, shape.d_model, dtype=dtype)
         self.dt = None if is_few else empty(rows, shape.d_inner)
@@ -314,7 +319,7 @@ class TokenKernels:
         shape, scratch = self.shape, self._scratch(rows)
         block, warps, blocks = self._head_tile(rows)
         norm: tuple[Any, ...] = None, None, 0
-        if self._norms_on_the_way(layer, rows):
+        if scratch.norms_on_the_way:
             norm = layer.gated_norm, scratch.y_squares, shape.d_inner
         self._launch(
             mamba2_state_kernel, (blocks, shape.num_heads, rows),
@@ -326,17 +331,16 @@ class TokenKernels:
 
     def out_proj(self, layer: Layer, rows: int) -> None:
         shape, scratch = self.shape, self._scratch(rows)
-        y = scratch.y
-        if layer.gated_norm is not None and not self._norms_on_the_way(layer, rows):
+        y, squares = scratch.y, None
+        if scratch.norms_on_the_way:
+            squares = scratch.y_squares, shape.num_heads * self._head_tile(rows)[2], shape.norm_eps
+        elif layer.gated_norm is not None:
             self._normalize(y, layer.gated_norm, shape.norm_eps, scratch.gated, rows, shape.norm_group)
             y = scratch.gated
         if rows > FEW:
             assert scratch.added is not None
-            self._product(y, layer.out_proj, scratch.added, rows)
+            self._product(y, layer.out_proj, scratch.added, rows, squares)
             return
-        squares = None
-        if self._norms_on_the_way(layer, rows):
-            squares = scratch.y_squares, shape.num_heads * self._head_tile(rows)[2], shape.norm_eps
         self._matvec(y, layer.out_proj, self.residual, rows, squares, next_norm=layer.next_norm, adds=True)
 
     def project_to_scores(self, rows: int) -> None:
@@ -352,10 +356,6 @@ class TokenKernels:
         block, warps = HEAD_OF_MANY if is_filled else HEAD_OF_FEW
         block = min(block, triton.next_power_of_2(head_dim))
         return block, warps, triton.cdiv(head_dim, block)
-
-    def _norms_on_the_way(self, layer: Layer, rows: int) -> bool:
-        """Whether the gated norm is prepared by the step of the recurrence."""
-        return rows <= FEW and layer.gated_norm is not None and self.shape.norm_group == self.shape.d_inner
 
     def _x_splits(self, layer: Layer, rows: int) -> int:
         assert layer.x_proj is not None
@@ -412,18 +412,21 @@ class TokenKernels:
         )  # fmt: skip
 
     def _product(
-        self, x: Tensor, matrix: Matrix, out: Tensor, rows: int, *, conv: tuple[Layer, int] | None = None
-    ) -> None:
-        """out = matrix x, of x's first columns, by tensor cores. An x or out of three dimensions is a sum of parts."""
+        self, x: Tensor, matrix: Matrix, out: Tensor, rows: int, squares: tuple[Any, int, float] | None = None,
+        *, conv: tuple[Layer, int] | None = None,
+    ) -> None:  # fmt: skip
+        """out = matrix x, of x's first columns, by tensor cores. An x or out of three dimensions is a sum of parts;
+        `squares` as for `_matvec`."""
         outputs, inputs = matrix.weight.shape
         is_split, x_is_split = out.dim() == 3, x.dim() == 3
         tile = self._product_tile(matrix, rows, out.shape[0] if is_split else 1, x_is_split)
+        sums, parts, eps = squares or (None, 1, 0.0)
         memory, constants = _memory(conv)
         self._launch(
             product_kernel, (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), tile.splits),
-            x, x.stride(-2), x.stride(0) if x_is_split else 0, matrix.weight, matrix.scale, matrix.bias,
-            out, out.stride(-2), out.stride(0) if is_split else 0, *memory, rows,
-            INPUTS=inputs, OUTPUTS=outputs, X_SPLITS=x.shape[0] if x_is_split else 1, **constants,
+            x, x.stride(-2), x.stride(0) if x_is_split else 0, sums, 0 if sums is None else sums.stride(0), eps,
+            matrix.weight, matrix.scale, matrix.bias, out, out.stride(-2), out.stride(0) if is_split else 0, *memory,
+            rows, INPUTS=inputs, OUTPUTS=outputs, X_SPLITS=x.shape[0] if x_is_split else 1, PARTS=parts, **constants,
             R=tile.rows, OUT=tile.outputs, K=tile.inputs, SPLIT=_part(inputs, tile.splits, tile.inputs),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

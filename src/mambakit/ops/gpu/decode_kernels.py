@@ -232,15 +232,27 @@ def matvec_kernel(
 
 
 @triton.jit
+def _mean_squares(squares, squares_row, row, rows, INPUTS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Of rows, from PARTS sums of squares of each."""
+    sums = tl.zeros(row.shape, tl.float32)
+    for first in tl.static_range(0, PARTS, AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)
+        mask = (part < PARTS)[:, None] & (row < rows)[None, :]
+        sums += tl.sum(tl.load(squares + row[None, :] * squares_row + part[:, None], mask=mask, other=0.0), axis=0)
+    return sums / INPUTS
+
+
+@triton.jit
 def product_kernel(
-    x, x_row, x_split, weight, scale, bias, out, out_row, out_split, window, window_row, conv, conv_bias, rows,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, X_SPLITS: tl.constexpr,
+    x, x_row, x_split, squares, squares_row, eps, weight, scale, bias, out, out_row, out_split, window, window_row,
+    conv, conv_bias, rows,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, X_SPLITS: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     R: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """R rows times OUT outputs by tensor cores a program, over SPLIT of the inputs (a multiple of K, or all).
 
-    x is the sum of X_SPLITS parts.
+    x is the sum of X_SPLITS parts. With `squares`, it is to be normalized as by `matvec_kernel`.
     """
     _let_next_begin(EARLY)
     output, row = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.program_id(1) * R + tl.arange(0, R)
@@ -266,6 +278,8 @@ def product_kernel(
         if ws.dtype == tl.int8:
             ws = ws.to(xs.dtype)
         total = tl.dot(ws, xs.to(ws.dtype), total, input_precision="ieee")
+    if squares is not None:
+        total *= tl.rsqrt(_mean_squares(squares, squares_row, row, rows, INPUTS, PARTS, 64) + eps)[None, :]
     if scale is not None:
         total *= tl.load(scale + place, mask=exists, other=0.0)
     if bias is not None:
@@ -360,7 +374,7 @@ def mamba2_state_kernel(
 ):  # fmt: skip
     """state = exp(dt A) state + dt x B; y = (state C + D x) silu(z): P channels of a head of a row a program.
 
-    projected (rows, …) is z; x, B and C after their convolution; dt. With a norm, y is what `matvec_kernel` needs.
+    projected (rows, …) is z; x, B and C after their convolution; dt. With a norm, y is what the product after it needs.
     """
     _let_next_begin(EARLY)
     INNER: tl.constexpr = HEADS * HEAD_DIM
