@@ -1,6 +1,6 @@
 """Does the plan of memory hold, and is its choice fast? Runs `mambakit train` on one GPU.
 
-    python benchmarks/cards.py SHARDS --out cards.json           every --vram with small, medium and large, 20 steps;
+    python benchmarks/cards.py SHARDS --out cards.json           every --vram with small, medium and large;
                                                                  --together: as many at once as the card has memory for
     python benchmarks/cards.py SHARDS --out auto.json --auto     the whole card, beside micro-batches chosen by hand
 
@@ -32,7 +32,7 @@ from mambakit.planning import CARDS, card_bytes, memory
 
 GIB = 2**30
 CONTEXT_GIB = 1.5  # that a process takes of the card beside its tensors
-LENGTH, STEPS = 2048, 20
+LENGTH = 2048
 # Rows at once and what is recomputed, as a person would try them.
 BY_HAND = {
     "130m": [(16, "light"), (32, "none"), (32, "light"), (64, "none")],
@@ -43,11 +43,11 @@ BY_HAND = {
 }
 
 
-def train(shards: Path, *words: object) -> dict[str, Any]:
+def train(shards: Path, steps: int, *words: object) -> dict[str, Any]:
     """A run, and what it came to."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        fixed = ["--data.sequence-length", LENGTH, "--train.steps", STEPS, "--train.eval-every", 0]
+        fixed = ["--data.sequence-length", LENGTH, "--train.steps", steps, "--train.eval-every", 0]
         fixed += ["--track.sample-every", 0, "--checkpoint.every", 10**6, "--optim.warmup-steps", 5]
         command = [sys.executable, "-m", "mambakit", "train", "--data", shards, "--out", run, *fixed, *words]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -55,14 +55,14 @@ def train(shards: Path, *words: object) -> dict[str, Any]:
             return {"status": done.returncode, "told": done.stderr[-600:]}
         config = resolve(read_config(run / "config.json"))
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [record for record in map(json.loads, lines) if record["type"] == "train"]
+        taken = [record for record in map(json.loads, lines) if record["type"] == "train"]
     recompute: Any = config.train.recompute
     return {
         "status": 0, "rows": config.micro_batch_rows, "recompute": recompute,
         "passes": -(-config.batch_rows // config.micro_batch_rows),
         "planned_gib": memory(config, Mesh(), config.micro_batch_rows, recompute).total / GIB,
         "measured_gib": max(step["memory_bytes"] for step in steps) / GIB,
-        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in steps[STEPS // 2 :]),
+        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in taken[steps // 2 :]),
         "shrunk": "too much for the memory" in done.stderr,
     }  # fmt: skip
 
@@ -128,6 +128,7 @@ def main() -> None:
         "--together", action="store_true", help="several at once; not with --auto, which is about speed"
     )
     parser.add_argument("--batch-tokens", type=int, default=2**18)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
     if given.auto and given.together:
@@ -139,7 +140,7 @@ def main() -> None:
         name, words = case
         card = None if given.auto else float(name.split()[1][:-2])
         with room.taken(card or 0.0):
-            result = train(given.shards, *words)
+            result = train(given.shards, given.steps, *words)
         with writing:
             results[name] = result | ({"together": True} if given.together else {})
             print(line(name, result, card_bytes(card) / GIB if card else None), flush=True)
