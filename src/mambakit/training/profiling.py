@@ -53,7 +53,7 @@ KERNELS = {
     r"(embedding|norm|matvec|product|mamba[12]_state|best|pick)_kernel": "evaluation and samples",  # of decoding
     r"scan_": "selective scan",
     r"(decays|chunk_states|state_passing|forward|intra_chunk|dx_dB|dC|ddt|step)_kernel": "SSD",
-    r"conv_(forward|backward)": "convolution",
+    r"conv_(forward|backward|sum_parts)": "convolution",
     r"_(forward|backward)_kernel": "norm",
     r"_(loss|scale)_kernel": "cross entropy",
     r"_(rows|peaks|turn)_kernel": "rounding to eight bits",
