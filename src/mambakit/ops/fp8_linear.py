@@ -3,7 +3,8 @@
     y = q(x) q(W)^T + b        dx = q(dy) q(W^T)^T        dW = q(dy^T) q(x^T)^T        db = sum of dy
 
 q rounds a matrix to e4m3 (three bits of mantissa, at most 448), each row divided by a scale of its own: the largest of
-the row / 448. So both factors of a product have one scale for all that is summed over. Sums are fp32.
+the row / 448. So both factors of a product have one scale for all that is summed over. Sums are fp32; those of y have
+some 14 bits of mantissa on GPUs where that is faster (Hopper), which is far more than what is added has.
 
 Sizes: x (..., K), W (N, K), b (N), y (..., N) in x's dtype; K and N are multiples of 16. x is rounded by rows and by
 columns at once, and q(x^T) alone is kept for backward. W is kept as it is, and rounded anew, by columns.
@@ -69,8 +70,8 @@ def rounded_both(matrix: Tensor) -> tuple[Rounded, Rounded]:
     return rounded_rows(matrix), rounded_columns(matrix)
 
 
-def product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
-    """a b^T."""
+def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a b^T. `fast`: the sums may have fewer bits, where that is faster."""
     with without_autocast(a.bits):
         return (F.linear(a.bits.float(), b.bits.float()) * a.scale[:, None] * b.scale).to(dtype)
 
@@ -81,7 +82,7 @@ class Ways(NamedTuple):
     rows: Callable[[Tensor], Rounded] = rounded_rows
     columns: Callable[[Tensor], Rounded] = rounded_columns
     both: Callable[[Tensor], tuple[Rounded, Rounded]] = rounded_both
-    product: Callable[[Rounded, Rounded, torch.dtype], Tensor] = product
+    product: Callable[[Rounded, Rounded, torch.dtype, bool], Tensor] = product
 
 
 PLAIN = Ways()
@@ -102,7 +103,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, ways: Ways) -> tuple[Tensor, Rounded]:
     """y, and x rounded by columns."""
     by_rows, by_columns = ways.both(_rows(x))
-    y = ways.product(by_rows, ways.rows(weight), x.dtype)
+    y = ways.product(by_rows, ways.rows(weight), x.dtype, True)
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], weight.shape[0]), by_columns
@@ -112,8 +113,8 @@ def backward(x: Rounded, weight: Tensor, bias: Tensor | None, dy: Tensor, ways: 
     """Gradients of x, weight and, where there is one, bias, from x rounded by columns."""
     flat = _rows(dy)
     by_rows, by_columns = ways.both(flat)
-    dx = ways.product(by_rows, ways.columns(weight), dy.dtype).view(*dy.shape[:-1], weight.shape[1])
-    found = [dx, ways.product(by_columns, x, dy.dtype).to(weight.dtype)]
+    dx = ways.product(by_rows, ways.columns(weight), dy.dtype, False).view(*dy.shape[:-1], weight.shape[1])
+    found = [dx, ways.product(by_columns, x, dy.dtype, False).to(weight.dtype)]
     return found if bias is None else [*found, flat.float().sum(0).to(bias.dtype)]
 
 

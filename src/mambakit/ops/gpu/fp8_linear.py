@@ -126,10 +126,10 @@ def _turned(matrix: Tensor, by_rows: Rounded | None) -> Rounded:
     return found
 
 
-def product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
+def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """a b^T."""
     return torch._scaled_mm(
-        a.bits, b.bits.t(), scale_a=a.scale[:, None], scale_b=b.scale[None, :], out_dtype=dtype, use_fast_accum=False
+        a.bits, b.bits.t(), scale_a=a.scale[:, None], scale_b=b.scale[None, :], out_dtype=dtype, use_fast_accum=fast
     )
 
 
