@@ -251,8 +251,8 @@ def step(run: Run) -> None:
         _save_what_is_done(run, on_all_ranks=is_own)
         saved = "the run is saved" if progress.step else "there was none"
         raise UserError(f"the batches ended at step {progress.step} of {run.total_steps}; {saved}")
-    mesh = run.ranks.mesh
-    num_targets = run.pace.begin(batch.num_targets, time.perf_counter() - asked, mesh.tp * mesh.cp)
+    mesh, waited = run.ranks.mesh, time.perf_counter() - asked
+    num_targets = run.pace.begin(batch.num_targets, waited, mesh.tp * mesh.cp)
     random = random_states(run.device)
     run.ranks.seed(config.train.seed, progress.step)
     rate = learning_rate(progress.step + 1, run.total_steps, config.optim)
