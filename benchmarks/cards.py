@@ -48,7 +48,7 @@ def train(shards: Path, steps: int, *words: object) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         fixed = ["--data.sequence-length", LENGTH, "--train.steps", steps, "--train.eval-every", 0]
-        fixed += ["--track.sample-every", 0, "--checkpoint.every", 10**6, "--optim.warmup-steps", 5]
+        fixed += ["--track.sample-every", 0, "--checkpoint.every", 10**6, "--optim.warmup-steps", steps // 4]
         command = [sys.executable, "-m", "mambakit", "train", "--data", shards, "--out", run, *fixed, *words]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         if done.returncode != 0:
@@ -61,7 +61,7 @@ def train(shards: Path, steps: int, *words: object) -> dict[str, Any]:
         "status": 0, "rows": config.micro_batch_rows, "recompute": recompute,
         "passes": -(-config.batch_rows // config.micro_batch_rows),
         "planned_gib": memory(config, Mesh(), config.micro_batch_rows, recompute).total / GIB,
-        "measured_gib": max(step["memory_bytes"] for step in steps) / GIB,
+        "measured_gib": max(step["memory_bytes"] for step in taken) / GIB,
         "tokens_per_second": statistics.median(step["tokens_per_second"] for step in taken[steps // 2 :]),
         "shrunk": "too much for the memory" in done.stderr,
     }  # fmt: skip

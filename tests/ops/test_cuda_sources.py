@@ -26,9 +26,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _scan(num_states: int, keep: int, dtype: torch.dtype, part: str, **more: int) -> dict[str, int]:
     return {
-        "N": num_states, "NC": 2 if num_states <= 32 else 4, "IO": nvrtc.IO[dtype], "HAS_Z": 1, "SOFTPLUS": 1,
-        "WARPS": 4, "KEEP": keep,
-        "ALIGNED": 1, "ALIGNED_STATES": 1,
+        "N": num_states, "NC": selective_scan.thread_channels(num_states), "IO": nvrtc.IO[dtype], "HAS_Z": 1,
+        "SOFTPLUS": 1, "ALIGNED": 1, "ALIGNED_STATES": 1, "WARPS": 4, "KEEP": keep,
         "FORWARD_TILE": selective_scan.FORWARD_TILE, "BACKWARD_TILE": selective_scan.BACKWARD_TILE, part: 1, **more,
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from ..causal_conv1d import ConvInputs
 from .device import processors
 from .nvrtc import IO, Kernels, kernels, pack, rows
 
-THREADS, SUM_THREADS = 128, 256
+THREADS, SUM_THREADS = 128, 256  # of a block; THREADS and 32 SLICES in the source
 CHANNELS, STEPS = 4, 4  # of a thread: channels, and steps it reads at once
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 6, 3  # that a multiprocessor holds at once
 LONGEST_FORWARD, LONGEST_BACKWARD = 128, 256  # steps of a thread

@@ -25,9 +25,9 @@ ends, and loads its weights and states before it waits. `benchmarks/decoding_gpu
 
 Up to `FEW` rows, products are sums of fp32 (`matvec_kernel`). For more, tensor cores do them (`product_kernel`); the
 norm of the residual stream is a kernel of its own, which sums the parts of out_proj's product on its way, and dt_proj
-is a product of its own. A program reads all its inputs for all rows, which takes as
-long as the weights do: so a matrix of few outputs is cut into parts by its inputs. A matrix may be of 8 bits. Results
-are the same bits every time for the same number of rows.
+is a product of its own. A program reads all its inputs for all rows, which takes as long as the weights do: so a matrix
+of few outputs is cut into parts by its inputs. A matrix may be of 8 bits. Results are the same bits every time for the
+same number of rows.
 """
 
 from __future__ import annotations

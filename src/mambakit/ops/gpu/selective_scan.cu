@@ -9,9 +9,9 @@
 // Inputs and outputs are moved a tile of steps at a time. Of a tile, each lane has some steps of its group's channels.
 //
 // Compiled with N (states, up to 64), NC (2 or 4), IO (common.cuh), HAS_Z, SOFTPLUS; ALIGNED, whether four neighbouring
-// channels are one word of memory, and ALIGNED_STATES, whether four states of B and C are; WARPS of a block; KEEP, the steps between
-// the states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in either direction:
-// all states of a tile of BACKWARD_TILE are in registers.
+// channels are one word of memory, and ALIGNED_STATES, whether four states of B and C are; WARPS of a block; KEEP, the
+// steps between the states that forward keeps for backward; FORWARD_TILE and BACKWARD_TILE, the steps of a tile in
+// either direction: all states of a tile of BACKWARD_TILE are in registers.
 
 #define NS 4  // states of a thread
 #define Q (N <= NS ? 1 : N <= 2 * NS ? 2 : N <= 4 * NS ? 4 : N <= 8 * NS ? 8 : 16)  // lanes that share channels
@@ -554,6 +554,7 @@ struct BackwardShared {
     float last[BACKWARD_TILE][VALUES];    // the dB and dC of the last tile: just where one more state would be
     float dt[BACKWARD_TILE][ROW], u[BACKWARD_TILE][ROW], dy[BACKWARD_TILE][ROW];
     float sums[2][BACKWARD_TILE][ROW];  // du and ddt
+    // Of each lane.
     float x[OWN(BACKWARD_TILE)][32][NC], slope[OWN(BACKWARD_TILE)][32][NC], dgate[OWN(BACKWARD_TILE)][32][NC];
     float D[CHANNELS], bias[CHANNELS];
 

@@ -63,11 +63,16 @@ class Layout:
         return 4 * (self.warps * per_warp + 2 * self.keep * padded)
 
 
+def thread_channels(num_states: int) -> int:
+    """Channels of a thread. Of many states a warp has so few channels that the sums of a tile of backward need the room
+    of four."""
+    return 2 if num_states <= 32 else 4
+
+
 @functools.cache
 def layout(num_states: int, device: torch.device) -> Layout:
-    """What fits in the shared memory of this GPU. Of many states a warp has so few channels that the sums of a tile
-    need the room of four channels of a thread."""
-    channels = 2 if num_states <= 32 else 4
+    """What fits in the shared memory of this GPU."""
+    channels = thread_channels(num_states)
     keep, room = (STEPS_FOR_A_STATE, 160 * 1024) if is_roomy(device) else (STEPS_WITH_LITTLE_ROOM, 48 * 1024)
     warps = MOST_WARPS
     while Layout(num_states, channels, keep, warps).backward_shared > room:
